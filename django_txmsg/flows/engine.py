@@ -17,12 +17,12 @@ from typing import Any
 
 from django.db import transaction
 from django.db.models.functions import Now
-from django.utils import timezone
 
 from .. import codecs, conf, signals, wire
 from ..envelope.message import Message
 from ..errors import ConfigurationError, DecodeError, FlowError
 from ..models import FlowUndo, Run
+from ..models.fields import clock
 from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address, hop
 from ..sending.outbox import Encoded, encoded, send_part
@@ -141,7 +141,7 @@ def _signalled(declared: Declaration, message: Message) -> None:
     if run is not None or runs.filter(ended_at__gte=since).exists():
         _late(declared, message, None if run is None else run.run_id)
         return
-    age = timezone.now() - since
+    age = clock(declared.using) - since
     if age >= SIGNAL_WAITS:
         raise DecodeError(
             "no_run", f"no run of {declared.name!r} with the key {key!r} has begun"

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from django.db import IntegrityError, connections, transaction
 from django.db.models.functions import Now
-from django.utils import timezone
 
 from .. import conf, wire
 from ..django_internals import hooks
 from ..envelope.message import check_destination, check_key, new_id
 from ..errors import AlreadyResumed, AlreadyRunning, FlowError, InvalidMessage
 from ..models import OutboxMessage, Run
+from ..models.fields import clock
 from ..models.run import WaitsFor
 from ..sending import storing
 from ..sending.outbox import encoded, require_transaction, send_part
@@ -157,7 +157,7 @@ def send_signal(
             f"No signal of flow {declared.name!r} takes {type(body).__name__}; it has "
             f"{', '.join(one.name for one in taking) or 'none'}."
         )
-    at = wire.format_instant(since or timezone.now())
+    at = wire.format_instant(since or clock(declared.using))
     send_part(
         TypedName(declared.steps_name, fitting[0].annotation),
         body,
@@ -229,7 +229,7 @@ def cancel(run: Run, why: str = "") -> None:
         declared.steps_name,
         Cancelled(why),
         {
-            wire.UNDOES: str(wire.Undone(run.run_id, timezone.now(), False)),
+            wire.UNDOES: str(wire.Undone(run.run_id, clock(declared.using), False)),
             wire.FLOW: str(run.first_run),
         },
         correlation_id=run.correlation_id,

@@ -58,6 +58,7 @@ from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 from django.db import transaction
 from django.db.models import F
+from django.utils import timezone
 
 from django_txmsg import Destination, send_message, stages, upgrade, wire
 from django_txmsg.checks import check_databases
@@ -409,6 +410,30 @@ def test_a_signal_after_the_end_is_late(
     run.refresh_from_db()
     assert run.state == '{"number":1,"remarks":["in time"]}'
     assert undone == []
+
+
+@pytest.mark.usefixtures("undone")
+@pytest.mark.parametrize("minutes", [-20, -10, 10])
+def test_a_signal_reaches_a_new_run_of_a_used_key_whatever_its_hosts_clock(
+    minutes: int, late: list[uuid.UUID | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with the same key has just ended. The signal overtakes the first message of
+    the new run, and the clock of the signal's host is wrong."""
+    with declared(do, ask_for, name="rules.do"):
+        first = begun()
+        drain()
+        assert outcome(first) == Outcome.ANSWERED
+        now = timezone.now
+        with monkeypatch.context() as host, transaction.atomic():
+            host.setattr(timezone, "now", lambda: now() + minutes * MINUTE)
+            second = start(Obedient, Ruled(1), key="1")
+            Obedient.signal("1", Remark("in time"))
+        ship()
+        take(stages.find(["rules.flow.steps"])[0])
+        drain(ahead=2 * MINUTE)
+    second.refresh_from_db()
+    assert '"remarks":["in time"]' in second.state
+    assert (late, DeadLetter.objects.count()) == ([], 0)
 
 
 def test_a_signal_during_the_undo_is_late(

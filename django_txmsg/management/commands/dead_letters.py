@@ -16,7 +16,6 @@ from typing import Any
 from django.core.management.base import CommandError, OutputWrapper
 from django.db import transaction
 from django.db.models import Count, Max, Min
-from django.utils import timezone
 
 from ... import conf, wire
 from ...dead_letters import bulk, masking, selection
@@ -25,6 +24,7 @@ from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk_operation import BulkKind, BulkState
 from ...models.dead_letter import Resolution
+from ...models.fields import clock
 from ...models.monitoring import Deed
 from ...monitoring import dead, turns
 from ...stages import all_stages
@@ -295,7 +295,7 @@ class Command(DatabaseCommand):
             filters["again"] = True
         if options["older_than"]:
             filters["before"] = (
-                timezone.now() - read_age(options["older_than"])
+                clock(using) - read_age(options["older_than"])
             ).isoformat()
         if options["ids"]:
             filters["ids"] = self._ids(using, options["ids"])
