@@ -21,6 +21,7 @@ from django.db import (
 from django.db.models import Model
 from django.utils import timezone
 
+from ..envelope.stage_options import UNITS
 from ..models import AuditEntry, BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
 from ..runtime import database_health
@@ -131,13 +132,20 @@ def require_positive(options: Mapping[str, Any], name: str) -> None:
         raise CommandError(f"--{name.replace('_', '-')} must be 1 or more.")
 
 
+#: Days of the longest age. A database cannot store every earlier instant.
+LONGEST = 36_500
+
+
 def read_age(text: str) -> dt.timedelta:
-    """Read an age like 30m, 12h or 7d. Raises CommandError for any other form."""
+    """Read an age like 30m, 12h or 7d. Raises CommandError for any other form, and for
+    an age of more than a hundred years."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
         raise CommandError(f"{text!r} is not an age: write one like 30m, 12h or 7d.")
-    units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-    return dt.timedelta(**{units[match[2]]: float(match[1])})
+    days = float(match[1]) * (UNITS | {"w": 7 * UNITS["d"]})[match[2]] / UNITS["d"]
+    if days > LONGEST:
+        raise CommandError(f"{text!r} is too long: at most {LONGEST}d are possible.")
+    return dt.timedelta(days=days)
 
 
 # The operator, and the audit entry of the operator's action.

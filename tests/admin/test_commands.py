@@ -230,6 +230,7 @@ def test_a_dry_run_names_undos_in_doubt_that_it_would_confirm() -> None:
         (["discard", "4711"], "No dead letter 4711"),
         (["discard", "abc"], "neither the number"),
         (["redeliver", "--all", "--older-than", "soon"], "30m, 12h or 7d"),
+        (["redeliver", "--older-than", "9999999d"], "too long"),
         (["redeliver", "--all", "--rate", "0"], "greater than zero"),
         (["show"], "Which one"),
         (["note", "--text", "x"], "Which error"),
