@@ -132,14 +132,17 @@ class Outside(Outbox):
 
 class BrokerOnly(Mode):
     """One transaction of the broker acknowledges the delivery and sends the handler's
-    messages. Only messages that were redelivered have a row in the inbox."""
+    messages. Only messages that were redelivered, or that expire, have a row in the
+    inbox."""
 
     transacted, idempotent = True, True
 
     def record(self, arrival: Arrival) -> None:
         """Count the arrival only if it is a redelivery, so that the stage needs no
-        database unless something fails."""
-        if not arrival.came_before:
+        database unless something fails. Also count a message that expires, because the
+        database's clock decides whether it has expired."""
+        expires = wire.expires(arrival.delivery.headers)
+        if not arrival.came_before and expires is None:
             return
         message = arrival.message
         rows = self.inbox.record(self.stage.name, [message], idempotent=True)

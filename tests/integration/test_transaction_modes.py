@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 
-from django_txmsg import Refuse, outbox_session, signals
+from django_txmsg import Refuse, outbox_session, signals, wire
 from django_txmsg.brokers.base import Delivery
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.stage_options import TRANSACTION_MODES, TransactionMode
 from django_txmsg.errors import BrokerUnavailable, DispatchUnknown, InvalidMessage
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.fields import clock
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect, Order
-from tests.running import committing, declared, send, ship, step, txmsg
+from tests.running import committing, declared, put, send, ship, step, txmsg
 
 pytestmark = committing
 
@@ -64,6 +66,25 @@ class Steps:
 
     def __call__(self, what: str) -> None:
         self.seen.append(what)
+
+
+@pytest.mark.parametrize("mode", TRANSACTION_MODES)
+def test_an_expired_message_is_buried_at_its_first_delivery(
+    mode: TransactionMode,
+) -> None:
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=str(message.body))
+
+    with declared(handler, transaction=mode) as stage:
+        for hours in (-1, 1):
+            until = clock("default") + dt.timedelta(hours=hours)
+            headers = {"txmsg-id": str(uuid.uuid4()), "content-type": wire.JSON}
+            expires = {wire.EXPIRES: wire.format_instant(until)}
+            put(stage.destination, b"%d" % hours, headers | expires)
+        step(stage, times=2)
+    assert DeadLetter.objects.get().reason == "expired"
+    assert Effect.objects.get().name == "1"
+    assert waiting(stage.destination) == 0
 
 
 @pytest.mark.parametrize(
