@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 import pyspark
@@ -72,19 +71,10 @@ def spread(
 ) -> DataFrame:
     """Return the rows that `do` yields for `work`. Spark divides `work` into `parts`
     tasks, by default two for each core. Executors call `do` once for each task."""
-    parts = parts or min(len(work), 2 * parallelism(spark))
-    places = spark.range(0, len(work), 1, parts)
-    return places.mapInArrow(_Task(do, work), struct)
 
-
-@dataclass(frozen=True)
-class _Task(Generic[Work]):
-    """The function that executors run for `spread()`."""
-
-    do: Callable[[Iterator[Work]], Iterator[pa.RecordBatch]]
-    work: Sequence[Work]
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Do a part of the work. The input contains indexes of `work`."""
+    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         numbers = (one for batch in batches for one in batch.column(0).to_pylist())
-        return self.do(self.work[one] for one in numbers)
+        return do(work[one] for one in numbers)
+
+    parts = parts or min(len(work), 2 * parallelism(spark))
+    return spark.range(0, len(work), 1, parts).mapInArrow(task, struct)

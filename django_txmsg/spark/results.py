@@ -6,6 +6,7 @@ import datetime as dt
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -50,17 +51,17 @@ class Results:
     ) -> int:
         """Write a DataFrame with one log entry, so that all rows become visible at the
         same time. With `few`, the driver writes the rows, without Spark tasks."""
+        if few:
+            batches = frame.select(*struct.fieldNames()).toArrow().to_batches()
+            return self._save_here(name, struct, batches)
         Lake(self.lake, create=self.makes_lake)
-        if not few:
-            return self._commit(name, struct, self.write(name, struct, frame))
-        batches = frame.select(*struct.fieldNames()).toArrow().to_batches()
-        return self._save_here(name, struct, batches)
+        return self._commit(name, struct, self.write(name, struct, frame))
 
     def write(
         self, name: str, struct: t.StructType, frame: DataFrame
     ) -> list[LakeFile]:
         """Write a DataFrame into files. No log entry names them yet."""
-        task = ResultTask(self, name, arrow_schema(struct))
+        task = partial(_write_part, self, name, arrow_schema(struct))
         frame = frame.select(*struct.fieldNames()).mapInArrow(task, FILE)
         with self._table(name, struct).discarding(self.service, [self.run_id]):
             rows = frame.collect()
@@ -70,30 +71,32 @@ class Results:
         self, name: str, struct: t.StructType, rows: Sequence[dict[str, Any]]
     ) -> int:
         """Write a few rows from the driver, without Spark."""
-        Lake(self.lake, create=self.makes_lake)
         batch = pa.RecordBatch.from_pylist(list(rows), arrow_schema(struct))
         return self._save_here(name, struct, [batch])
 
     def _save_here(
         self, name: str, struct: t.StructType, batches: Iterable[pa.RecordBatch]
     ) -> int:
-        schema, files = arrow_schema(struct), self.files(name, "driver")
+        Lake(self.lake, create=self.makes_lake)
         with self._table(name, struct).discarding(self.service, [self.run_id]):
-            for batch in batches:
-                files.write(self.stamped(batch.cast(schema)))
-            written = files.close()
+            written = self.written(name, arrow_schema(struct), batches, "driver")
         return self._commit(name, struct, written)
 
-    def files(self, name: str, task: str) -> DayFiles:
-        """Return a writer whose files have unique names."""
+    def written(
+        self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], task: str
+    ) -> list[LakeFile]:
+        """Write batches into files with unique names, and return these files."""
         place = place_of(self.lake)
         unique = f"{self.run_id}-{task}-{uuid.uuid4().hex[:8]}"
-        return DayFiles(
+        files = DayFiles(
             place.files, f"{place.root}/{name}", self.service, self.clock, unique,
             ready=place.insist, apart=self.apart,
         )  # fmt: skip
+        for batch in batches:
+            files.write(self._stamped(batch.cast(schema)))
+        return files.close()
 
-    def stamped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def _stamped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Add the run's id and start time to each row of a batch."""
         if self.clock != CLOCK:
             return batch
@@ -116,22 +119,15 @@ class Results:
         return LakeTable(place_of(self.lake), name, result_struct(struct))
 
 
-@dataclass
-class ResultTask:
-    """The function that executors run. It writes its part of the results."""
-
-    results: Results
-    name: str
-    schema: pa.Schema
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Write the batches into files. Yield the files' descriptions."""
-        context = TaskContext.get()
-        files = self.results.files(
-            self.name, str(context.taskAttemptId() if context else 0)
-        )
-        for batch in batches:
-            if batch.num_rows:
-                files.write(self.results.stamped(batch.cast(self.schema)))
-        found = [one.report() for one in files.close()]
-        yield pa.RecordBatch.from_pylist(found, schema=arrow_schema(FILE))
+def _write_part(
+    results: Results,
+    name: str,
+    schema: pa.Schema,
+    batches: Iterator[pa.RecordBatch],
+) -> Iterator[pa.RecordBatch]:
+    """Write batches into files, and yield the files' descriptions. Executors run this
+    function."""
+    context = TaskContext.get()
+    task = str(context.taskAttemptId() if context else 0)
+    found = [one.report() for one in results.written(name, schema, batches, task)]
+    yield pa.RecordBatch.from_pylist(found, schema=arrow_schema(FILE))

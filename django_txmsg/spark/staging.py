@@ -12,7 +12,6 @@ The app also limits the rate, can pause the redelivery, and records who requeste
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 from pyspark import TaskContext
+from pyspark.sql.datasource import WriterCommitMessage
 
 from ..rules import dead_letters
 from .connection import Connection, connect_plain
@@ -66,7 +66,7 @@ _QUOTED = ", ".join(f'"{name}"' for name in _NAMES)
 
 
 @dataclass(frozen=True)
-class Brought:
+class Brought(WriterCommitMessage):
     """The staged rows of one task attempt: their number, and the sum of their message
     ids."""
 
@@ -104,18 +104,19 @@ class Staging:
     def stage(self, task: str, batches: Iterable[pa.RecordBatch]) -> Brought:
         """Write the rows of one task attempt to the staging table, in one
         transaction."""
-        ids = 0
+        rows = ids = 0
 
-        def summed() -> Iterator[pa.RecordBatch]:
-            nonlocal ids
+        def counted() -> Iterator[pa.RecordBatch]:
+            nonlocal rows, ids
             for batch in batches:
+                rows += batch.num_rows
                 for one in batch.column("message_id").to_pylist():
                     ids += uuid.UUID(one).int
                 yield batch
 
         with closing(connect_plain(self.spec)) as connection, connection.transaction():
             store = self._copy if self.spec.vendor == "postgresql" else self._insert
-            rows = store(connection, task, summed())
+            store(connection, task, counted())
         return Brought(task, rows, ids % 2**128)
 
     def merge(self, tasks: Sequence[Brought], *, rate: float = 0) -> Merged:
@@ -162,21 +163,18 @@ class Staging:
 
     def _copy(
         self, connection: Connection, task: str, batches: Iterable[pa.RecordBatch]
-    ) -> int:
+    ) -> None:
         """Insert the rows with COPY in CSV format, because Arrow writes CSV quickly.
         Bytes are in PostgreSQL's hex format."""
         import pyarrow.csv as csv
 
-        rows = 0
         sql = f"COPY {_STAGED} (run, task, {_QUOTED}) FROM STDIN WITH (FORMAT csv)"
         options = csv.WriteOptions(include_header=False, quoting_style="needed")
         with connection.raw.cursor().copy(sql) as copy:
             for batch in batches:
-                rows += batch.num_rows
                 sink = pa.BufferOutputStream()
                 csv.write_csv(self._as_text(batch, task), sink, options)
                 copy.write(memoryview(sink.getvalue()))
-        return rows
 
     def _as_text(self, batch: pa.RecordBatch, task: str) -> pa.RecordBatch:
         count = batch.num_rows
@@ -192,35 +190,26 @@ class Staging:
 
     def _insert(
         self, connection: Connection, task: str, batches: Iterable[pa.RecordBatch]
-    ) -> int:
-        rows = 0
+    ) -> None:
         marks = ", ".join(["%s"] * (len(_NAMES) + 2))
         sql = f"INSERT INTO {_STAGED} (run, task, {_QUOTED}) VALUES ({marks})"
         for batch in batches:
-            rows += batch.num_rows
             lines = batch.select(_NAMES).to_pylist()
             for line in lines:
                 line["message_id"] = uuid.UUID(line["message_id"])
             given = (map(connection.given, line.values()) for line in lines)
             connection.many(sql, ([self.run, task, *line] for line in given))
-        return rows
 
     def _drop_void_attempts(self, connection: Connection, tasks: list[str]) -> None:
         """Delete the rows that task attempts other than `tasks` have staged. These
         attempts failed, or were repeated or speculative. Spark does not report them."""
-        if self.spec.vendor == "postgresql":
-            connection.execute(
-                f"DELETE FROM {_STAGED} WHERE run = %s AND NOT task = ANY(%s)",
-                self.run,
-                tasks,
-            )
-            return
-        connection.execute(
-            f"DELETE FROM {_STAGED} WHERE run = %s"
-            " AND task NOT IN (SELECT value FROM json_each(%s))",
-            self.run,
-            json.dumps(tasks),
+        found = connection.rows(
+            f"SELECT DISTINCT task FROM {_STAGED} WHERE run = %s", self.run
         )
+        for task in {task for (task,) in found}.difference(tasks):
+            connection.execute(
+                f"DELETE FROM {_STAGED} WHERE run = %s AND task = %s", self.run, task
+            )
 
     def _store(self, connection: Connection, rate: float) -> int:
         postgres = self.spec.vendor == "postgresql"
@@ -233,10 +222,7 @@ class Staging:
                 "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now',"
                 f" '+' || ({place} / {float(rate)}) || ' seconds')"
             )
-        fields = (
-            'message_id, broker, destination, "key", correlation_id, headers,'
-            " content_type, body"
-        )
+        fields = ", ".join(f'"{name}"' for name in _NAMES if name != "position")
         return connection.execute(
             f"INSERT INTO {_OUTBOX} ({fields}, replay_id, created_at, due_at, attempts,"
             f" last_error, service) SELECT {fields}, run, {now}, {due}, 0, '', %s"

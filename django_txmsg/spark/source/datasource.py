@@ -20,7 +20,6 @@ whole run is repeated, each message is still stored only once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -145,13 +144,6 @@ class TxmsgDataSource(DataSource):
         )
 
 
-@dataclass
-class StagedTask(WriterCommitMessage):
-    """The rows that one attempt of a task has written to the staging table."""
-
-    brought: Brought
-
-
 class OutboxWriter(DataSourceArrowWriter):
     """Stores the messages of one run. The run's name makes the run idempotent: it is
     stored in each row as `replay_id`, and the pair of `replay_id` and message id is
@@ -167,14 +159,14 @@ class OutboxWriter(DataSourceArrowWriter):
         self.staging = Staging(spec.resolved(), run)
         self.rate = float(options.get("rate", 0))
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedTask:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Brought:
         """Write the rows of one attempt of a Spark task to the staging table."""
         messages = (_complete(batch) for batch in iterator)
-        return StagedTask(self.staging.stage(attempt_key(), messages))
+        return self.staging.stage(attempt_key(), messages)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Move the rows of the successful task attempts into the outbox."""
-        tasks = [one.brought for one in messages if isinstance(one, StagedTask)]
+        tasks = [one for one in messages if isinstance(one, Brought)]
         self.staging.merge(tasks, rate=self.rate)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
