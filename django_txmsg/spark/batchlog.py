@@ -147,54 +147,42 @@ def _marks(source: SourceSpec) -> list[tuple[Table, list[Mark]]]:
     return []
 
 
-class Agreement:
-    """Compares the log of a table in the lake with the marks in the database."""
-
-    def __init__(self, ledger: Ledger, lake: LakeSpec, *, accept_loss: bool) -> None:
-        self.marks, self.table, self.source = ledger.marks, ledger.table, ledger.spec
-        self.lake, self.accept_loss = lake, accept_loss
-
-    def reach(self) -> tuple[BatchLog, Mark]:
-        """Return the log, and the database's mark for this lake. If the log has batches
-        above the mark, the caller must settle these batches. Raises EnvironmentFault if
-        a batch is missing from the lake, or if a batch for another lake is in
-        progress."""
-        marks = self.marks.read()
-        log = None
-        with suppress(NoLake):
-            log = BatchLog(Lake(self.lake), self.source.service, self.table)
-        missing = lost(marks, self.lake.uri, log)
-        if missing and not self.accept_loss:
-            raise lost_batches(missing, self.source, self.table, self.lake.uri, log)
-        for one in missing:
-            gone = f"{one.lake} (lost)"[:1024]
-            self.marks.place(one.lake_id, gone, one.purged_through)
-        if log is None:
-            lake = Lake(self.lake, create=True)
-            log = BatchLog(lake, self.source.service, self.table)
-        known = next((one for one in marks if one.lake_id == log.identity), None)
-        if known is None and not log.identity:
-            # There is no lake, and perhaps nothing to archive.
-            known = Mark("", self.lake.uri, 0, 0, 0)
-        elif known is None or known in missing or known.lake != self.lake.uri:
-            through = min(known.purged_through, log.last) if known else 0
-            known = self.marks.place(log.identity, self.lake.uri, through)
-        self._insist_on_one_lake(marks, known)
-        return log, known
-
-    def _insist_on_one_lake(self, marks: Sequence[Mark], own: Mark) -> None:
-        """Raise EnvironmentFault if a batch for another lake is in progress. Its rows
-        would otherwise be archived into both lakes."""
-        for one in marks:
-            if one.lake_id == own.lake_id:
-                continue
-            if one.begun_through <= one.purged_through:
-                continue
-            if self.accept_loss:
-                self.marks.place(one.lake_id, one.lake, one.begun_through)
-                continue
+def agreed(
+    ledger: Ledger, lake: LakeSpec, *, accept_loss: bool
+) -> tuple[BatchLog, Mark]:
+    """Compare the log of a table in the lake with the marks in the database. Return the
+    log, and the database's mark for this lake. If the log has batches above the mark,
+    the caller must settle these batches. Raises EnvironmentFault if a batch is missing
+    from the lake, or if a batch for another lake is in progress. The rows of such a
+    batch would otherwise be archived into both lakes."""
+    table, source = ledger.table, ledger.spec
+    marks = ledger.marks.read()
+    log = None
+    with suppress(NoLake):
+        log = BatchLog(Lake(lake), source.service, table)
+    missing = lost(marks, lake.uri, log)
+    if missing and not accept_loss:
+        raise lost_batches(missing, source, table, lake.uri, log)
+    for one in missing:
+        gone = f"{one.lake} (lost)"[:1024]
+        ledger.marks.place(one.lake_id, gone, one.purged_through)
+    if log is None:
+        log = BatchLog(Lake(lake, create=True), source.service, table)
+    known = next((one for one in marks if one.lake_id == log.identity), None)
+    if known is None and not log.identity:
+        # There is no lake, and perhaps nothing to archive.
+        known = Mark("", lake.uri, 0, 0, 0)
+    elif known is None or known in missing or known.lake != lake.uri:
+        through = min(known.purged_through, log.last) if known else 0
+        known = ledger.marks.place(log.identity, lake.uri, through)
+    for one in marks:
+        if one.lake_id == known.lake_id or one.begun_through <= one.purged_through:
+            continue
+        if not accept_loss:
             raise EnvironmentFault(
-                f"Batch {one.begun_through} of {self.table.name} is on its way into "
-                f"the lake {one.lake}: finish it there before you archive into "
-                f"{self.lake.uri}. If that lake is lost, continue with --accept-loss."
+                f"Batch {one.begun_through} of {table.name} is on its way into the "
+                f"lake {one.lake}: finish it there before you archive into {lake.uri}. "
+                "If that lake is lost, continue with --accept-loss."
             )
+        ledger.marks.place(one.lake_id, one.lake, one.begun_through)
+    return log, known

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from pyspark.sql import Row, SparkSession
 
-from ..batchlog import Agreement, is_mounted
+from ..batchlog import agreed, is_mounted
 from ..connection import Connection, Held
 from ..engine import on_one_machine, parallelism, spread
 from ..errors import UsageError
@@ -139,10 +139,9 @@ class Archiver:
         """Settle the batches of an earlier run, then archive all settled rows."""
         try:
             with self.ledger.lock():
-                agreement = Agreement(
+                self.log, self.mark = agreed(
                     self.ledger, self.lake, accept_loss=self.options.accept_loss
                 )
-                self.log, self.mark = agreement.reach()
                 self.settling = Settling(self.log, self.ledger, self.on_step)
                 if self.mark.purged_through < self.log.last:
                     self._resume()
