@@ -19,6 +19,7 @@ import traceback
 import uuid
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 from ..rules import dead_letters
 from ..webhook import VARIABLE as WEBHOOK_URL
@@ -123,24 +124,34 @@ def add_jobs(
     jobs = parser.add_subparsers(
         dest="job", metavar="JOB", required=True, parser_class=kind
     )
-    common = argparse.ArgumentParser(add_help=False)
+    switch: dict[str, Any] = {"action": "store_true"}
+    several: dict[str, Any] = {"action": "append", "default": []}
+    common, rows, external = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     common.add_argument("--spec", help="the job specification: a JSON file, or JSON")
     common.add_argument("--lake", help="the lake's URI")
     common.add_argument(
-        "--service", type=pair, action="append", default=[], metavar="NAME=URL",
+        "--service", **several, type=pair, metavar="NAME=URL",
         help="add a service, or say where its database is; may be repeated, also for "
         "a service that has several databases",
     )  # fmt: skip
-    common.add_argument("--dry-run", action="store_true", help="change nothing")
+    common.add_argument("--dry-run", **switch, help="change nothing")
+    common.add_argument("--json", **switch, help="one JSON object, for tools")
     common.add_argument(
-        "--json", action="store_true", help="one JSON object, for tools"
-    )
-    common.add_argument(
-        "--conf", type=pair, action="append", default=[], metavar="KEY=VALUE",
+        "--conf", **several, type=pair, metavar="KEY=VALUE",
         help="a Spark setting; may be repeated",
     )  # fmt: skip
-
-    rows, external = _rows_options(), _external_options()
+    rows.add_argument("--table", action="append", choices=ARCHIVED)
+    rows.add_argument("--older-than", type=duration, help="default: the retention")
+    rows.add_argument("--batch-rows", type=positive, default=100_000)
+    external.add_argument(
+        "--external", **several, metavar="PATTERN",
+        help="a destination (or broker:ALIAS) consumed by something that keeps no "
+        "inbox; * stands for any characters; may be repeated",
+    )  # fmt: skip
+    external.add_argument(
+        "--external-sender", **several, metavar="PATTERN",
+        help="a sender that keeps no outbox; may be repeated",
+    )  # fmt: skip
 
     def add(
         name: str, text: str, *more: argparse.ArgumentParser
@@ -163,18 +174,44 @@ def add_jobs(
         help="delete one wave of batches while the next is written; default: where "
         "Spark runs on other machines",
     )  # fmt: skip
-    archive.add_argument("--no-vacuum", action="store_true")
+    archive.add_argument("--no-vacuum", **switch)
     archive.add_argument(
         "--stuck-after", type=duration, default="6h",
         help="a transaction that is open for longer and holds rows back is a finding",
     )  # fmt: skip
     archive.add_argument(
-        "--accept-loss", action="store_true",
+        "--accept-loss", **switch,
         help="continue although the lake has lost batches for good",
     )  # fmt: skip
 
     text = "archive batch by batch and raise alerts, until stopped"
-    _add_follow(add("follow", text, rows, external))
+    follow = add("follow", text, rows, external)
+    follow.add_argument(
+        "--every", type=pause, default="5m", help="time between two rounds"
+    )
+    follow.add_argument(
+        "--once", **switch, help="one round; exit code 1 if an alert fires"
+    )
+    for name, default, text in (
+        ("lag", "15m", "a message that has been due for longer is an alert"),
+        ("window", "1h", "the period in which dead letters are counted"),
+        ("away", "5m", "a database or a lake that is away for longer is an alert"),
+        ("stuck-after", "6h", "a transaction that holds rows for longer is an alert"),
+        ("reconcile-every", "1h", "0s: never"),
+        ("since", "24h", "how far back `reconcile` judges"),
+        ("grace", "1h", "of `reconcile`"),
+        ("sweep-every", "1d", "0s: never"),
+        ("verify-every", "7d", "0s: never"),
+    ):
+        follow.add_argument(f"--{name}", type=duration, default=default, help=text)
+    follow.add_argument(
+        "--dead-letters", type=int, default=10,
+        help="more dead letters than this are an alert",
+    )  # fmt: skip
+    follow.add_argument(
+        "--webhook-env", default=WEBHOOK_URL, metavar="NAME",
+        help="the environment variable that holds the webhook's address",
+    )  # fmt: skip
 
     reconcile = add("reconcile", "compare what was sent and received", external)
     reconcile.add_argument(
@@ -195,25 +232,21 @@ def add_jobs(
         help="unacknowledged findings that make the exit code 1; new: lost messages "
              "that no earlier run has found",
     )  # fmt: skip
-    reconcile.add_argument(
-        "--known", action="store_true", help="count acknowledged findings too"
-    )
+    reconcile.add_argument("--known", **switch, help="count acknowledged findings too")
 
     findings = add("findings", "list and acknowledge what reconcile has found")
     findings.add_argument("--verdict", default="")
     findings.add_argument("--destination", default="")
-    findings.add_argument("--message-id", type=uuid.UUID, action="append", default=[])
+    findings.add_argument("--message-id", **several, type=uuid.UUID)
     findings.add_argument(
-        "--all", action="store_true",
+        "--all", **switch,
         help="list acknowledged findings too; or change all of them",
     )  # fmt: skip
     change = findings.add_mutually_exclusive_group()
     change.add_argument(
         "--acknowledge", metavar="WHY", help="acknowledge them, for this reason"
     )
-    change.add_argument(
-        "--reopen", action="store_true", help="remove their acknowledgement"
-    )
+    change.add_argument("--reopen", **switch, help="remove their acknowledgement")
 
     listening = add("listeners", "list stages expected to receive from topics")
     listening.add_argument(
@@ -261,7 +294,7 @@ def add_jobs(
     replay.add_argument("--limit", type=whole, default=0)
     replay.add_argument("--name", default="", help="the same name stores nothing twice")
     replay.add_argument(
-        "--replayed", action="store_true",
+        "--replayed", **switch,
         help="select also messages that were replayed or redelivered before",
     )  # fmt: skip
 
@@ -273,7 +306,7 @@ def add_jobs(
         "--template", required=True, help="the body as JSON, or a file with it"
     )
     send.add_argument("--key", default="")
-    send.add_argument("--header", type=pair, action="append", default=[])
+    send.add_argument("--header", **several, type=pair)
     send.add_argument(
         "--id", dest="identity", default="", help="columns, comma-separated"
     )
@@ -284,9 +317,9 @@ def add_jobs(
     send.add_argument("--broker", default="default")
 
     erase = add("erase", "remove messages from database and lake")
-    erase.add_argument("--message-id", type=uuid.UUID, action="append", default=[])
-    erase.add_argument("--key", action="append", default=[])
-    erase.add_argument("--correlation-id", action="append", default=[])
+    erase.add_argument("--message-id", **several, type=uuid.UUID)
+    erase.add_argument("--key", **several)
+    erase.add_argument("--correlation-id", **several)
 
     add("verify", "read the lake and compare it with its log")
 
@@ -294,58 +327,7 @@ def add_jobs(
     sweep.add_argument("--orphans-older-than", type=duration, default="1d")
     sweep.add_argument("--replaced-older-than", type=duration, default="7d")
     sweep.add_argument("--keep", type=duration, help="drop days older than this")
-    sweep.add_argument("--no-compact", action="store_true")
-
-
-def _rows_options() -> argparse.ArgumentParser:
-    rows = argparse.ArgumentParser(add_help=False)
-    rows.add_argument("--table", action="append", choices=ARCHIVED)
-    rows.add_argument("--older-than", type=duration, help="default: the retention")
-    rows.add_argument("--batch-rows", type=positive, default=100_000)
-    return rows
-
-
-def _add_follow(follow: argparse.ArgumentParser) -> None:
-    follow.add_argument(
-        "--every", type=pause, default="5m", help="time between two rounds"
-    )
-    follow.add_argument(
-        "--once", action="store_true", help="one round; exit code 1 if an alert fires"
-    )
-    for name, default, text in (
-        ("lag", "15m", "a message that has been due for longer is an alert"),
-        ("window", "1h", "the period in which dead letters are counted"),
-        ("away", "5m", "a database or a lake that is away for longer is an alert"),
-        ("stuck-after", "6h", "a transaction that holds rows for longer is an alert"),
-        ("reconcile-every", "1h", "0s: never"),
-        ("since", "24h", "how far back `reconcile` judges"),
-        ("grace", "1h", "of `reconcile`"),
-        ("sweep-every", "1d", "0s: never"),
-        ("verify-every", "7d", "0s: never"),
-    ):
-        follow.add_argument(f"--{name}", type=duration, default=default, help=text)
-    follow.add_argument(
-        "--dead-letters", type=int, default=10,
-        help="more dead letters than this are an alert",
-    )  # fmt: skip
-    follow.add_argument(
-        "--webhook-env", default=WEBHOOK_URL, metavar="NAME",
-        help="the environment variable that holds the webhook's address",
-    )  # fmt: skip
-
-
-def _external_options() -> argparse.ArgumentParser:
-    job = argparse.ArgumentParser(add_help=False)
-    job.add_argument(
-        "--external", action="append", default=[], metavar="PATTERN",
-        help="a destination (or broker:ALIAS) consumed by something that keeps no "
-        "inbox; * stands for any characters; may be repeated",
-    )  # fmt: skip
-    job.add_argument(
-        "--external-sender", action="append", default=[], metavar="PATTERN",
-        help="a sender that keeps no outbox; may be repeated",
-    )  # fmt: skip
-    return job
+    sweep.add_argument("--no-compact", **switch)
 
 
 def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:

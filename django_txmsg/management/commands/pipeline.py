@@ -6,6 +6,7 @@ Django.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -24,6 +25,16 @@ import django_txmsg
 
 from ... import conf, stages
 from ...django_internals import settings_of
+from ...spark import cli
+from ...spark.errors import PipelineError
+from ...spark.spec import (
+    JobSpec,
+    LakeSpec,
+    SourceSpec,
+    Subscription,
+    hidden,
+    password_variable,
+)
 from ..verb_parser import VerbParser
 
 
@@ -35,8 +46,6 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the options of all jobs, and of the database."""
-        from ...spark import cli
-
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS)
         parser.add_argument(
             "--print-submit",
@@ -47,12 +56,6 @@ class Command(BaseCommand):
 
     def handle(self, *arguments: Any, **options: Any) -> None:
         """Run the job and exit with its code."""
-        import argparse
-
-        from ...spark import cli
-        from ...spark.errors import PipelineError
-        from ...spark.spec import JobSpec
-
         given = argparse.Namespace(**options)
         if not (given.spec or apps.is_installed("django_txmsg.spark")):
             raise CommandError(
@@ -76,17 +79,13 @@ class Command(BaseCommand):
         if code:
             sys.exit(code)
 
-    def _submission(self, spec: Any, given: Any) -> str:
+    def _submission(self, spec: JobSpec, given: argparse.Namespace) -> str:
         """Return a shell script that writes the specification and the package (as a
         zip) to files, and submits the job."""
-        from ...spark.spec import hidden
-
         package = Path(django_txmsg.__file__).parent
-        words = (
-            list(sys.argv[sys.argv.index(given.job) :])
-            if given.job in sys.argv
-            else [given.job]
-        )
+        words = [given.job]
+        if given.job in sys.argv:
+            words = sys.argv[sys.argv.index(given.job) :]
         words = [hidden(word) for word in words if word != "--print-submit"]
         spec = spec.public()
         lines = ["cat > job.json <<'SPECIFICATION'", spec.to_json(), "SPECIFICATION"]
@@ -105,14 +104,12 @@ class Command(BaseCommand):
         return "\n".join(lines)
 
 
-def job_spec(alias: str) -> Any:
+def job_spec(alias: str) -> JobSpec:
     """Build the job specification from Django's settings and TXMSG.
 
     The database's password is put into an environment variable of this process. The
     specification contains only the name of the variable.
     """
-    from ...spark.spec import JobSpec, LakeSpec, Subscription
-
     txmsg = conf.get()
     retention, given, pipeline = txmsg.RETENTION, txmsg.LAKE, txmsg.PIPELINE
     source, lake = source_spec(alias, txmsg.SERVICE), None
@@ -155,7 +152,7 @@ def job_spec(alias: str) -> Any:
     )
 
 
-def _read_by(source: Any, reader: str) -> Any:
+def _read_by(source: SourceSpec, reader: str) -> SourceSpec:
     """Return the specification of a service's database, with a replica added to it.
     Jobs read the rows from this replica. `reader` is the replica's URL or its alias in
     the settings."""
@@ -165,10 +162,8 @@ def _read_by(source: Any, reader: str) -> Any:
     return replace(source, reader_url=there.url, reader_password_env=there.password_env)
 
 
-def source_spec(alias: str, service: str) -> Any:
+def source_spec(alias: str, service: str) -> SourceSpec:
     """Return the specification of a database in Django's settings."""
-    from ...spark.spec import SourceSpec, password_variable
-
     if alias not in connections:
         raise CommandError(f"There is no database {alias!r} in the settings.")
     connection, database = connections[alias], settings_of(connections[alias])
