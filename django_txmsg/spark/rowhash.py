@@ -65,34 +65,19 @@ def row_hashes(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[int]:
 def _records(batch: pa.RecordBatch, columns: Sequence[Column]) -> Any:
     """Return the binary records of all rows. They are built column by column."""
     rows = batch.num_rows
-    pieces: list[pa.Array] = []
-    fixed = [_repeat(struct.pack(">i", len(columns)), rows)]
+    pieces = [_flat([_repeat(struct.pack(">i", len(columns)), rows)])]
     for column in columns:
-        values = batch.column(column.name)
-        type_id, width = _TYPE_ID[column.kind], _WIDTH.get(column.kind)
-        if values.null_count == rows:
-            fixed.append(_repeat(struct.pack(">ii", type_id, -1), rows))
-        elif width is not None and values.null_count == 0:
-            fixed.append(_repeat(struct.pack(">ii", type_id, width), rows))
-            fixed.append(_fixed(values, column.kind))
-        else:
-            fixed.append(_repeat(struct.pack(">i", type_id), rows))
-            if width is None:
-                fixed.append(_lengths(values))
-                pieces += [_flat(fixed), _bytes(values)]
-            else:
-                filled = pc.fill_null(values, _ZERO[column.kind])
-                whole = _flat(
-                    [
-                        _repeat(struct.pack(">i", width), rows),
-                        _fixed(filled, column.kind),
-                    ]
-                )
-                null = pa.scalar(struct.pack(">i", -1), pa.large_binary())
-                pieces += [_flat(fixed), pc.if_else(pc.is_valid(values), whole, null)]
-            fixed = []
-    if fixed:
-        pieces.append(_flat(fixed))
+        values, kind = batch.column(column.name), column.kind
+        type_id, width = _TYPE_ID[kind], _WIDTH.get(kind)
+        if width is None:
+            header = _repeat(struct.pack(">i", type_id), rows)
+            pieces += [_flat([header, _lengths(values)]), _bytes(values)]
+            continue
+        header = _repeat(struct.pack(">ii", type_id, width), rows)
+        known = pc.fill_null(values, _ZERO[kind])
+        whole = _flat([header, _fixed(known, kind)])
+        null = pa.scalar(struct.pack(">ii", type_id, -1), pa.large_binary())
+        pieces.append(pc.if_else(pc.is_valid(values), whole, null))
     empty = pa.scalar(b"", pa.large_binary())
     return pc.binary_join_element_wise(*pieces, empty)
 
