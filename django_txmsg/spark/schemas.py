@@ -8,7 +8,7 @@ has the lake version that added it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import pyarrow as pa
 from pyspark.sql import types as t
@@ -161,6 +161,20 @@ def struct_of(*parts: t.StructType | str) -> t.StructType:
     return found
 
 
+def columns_of(*parts: Column | str) -> tuple[Column, ...]:
+    """Return the columns of all parts. A part is a column, or a text such as
+    `name text, rows long null`. A column is nullable only if the text says so."""
+    found: list[Column] = []
+    for part in parts:
+        if isinstance(part, Column):
+            found.append(part)
+            continue
+        for text in part.split(", "):
+            name, kind, *null = text.split(" ")
+            found.append(Column(name, cast(Kind, kind), nullable=bool(null)))
+    return tuple(found)
+
+
 def arrow_schema(struct: t.StructType) -> pa.Schema:
     """Return the Arrow schema of the batches that Spark expects for `struct`."""
     return pa.schema(
@@ -178,28 +192,13 @@ OUTBOX = Table(
     name="outbox",
     relation="django_txmsg_outboxmessage",
     clock="created_at",
-    columns=(
-        Column("id", "long"),
-        Column("message_id", "uuid"),
-        Column("replay_id", "text"),
-        Column("broker", "text"),
-        Column("destination", "text"),
-        Column("key", "text"),
-        Column("correlation_id", "text"),
-        Column("session_id", "uuid", nullable=True),
-        Column("headers", "json"),
-        Column("content_type", "text"),
-        Column("body", "bytes"),
-        Column("created_at", "instant"),
-        Column("due_at", "instant"),
-        Column("expires_at", "instant", nullable=True),
-        Column("attempts", "int"),
-        Column("last_error", "text"),
-        Column("dispatched_at", "instant", nullable=True),
-        Column("dead_at", "instant", nullable=True),
-        Column("cancelled_at", "instant", nullable=True),
-        Column("created_xid", "xid", nullable=True),
-        Column("changed_xid", "xid", nullable=True),
+    columns=columns_of(
+        "id long, message_id uuid, replay_id text, broker text, destination text, "
+        "key text, correlation_id text, session_id uuid null, headers json, "
+        "content_type text, body bytes, created_at instant, due_at instant, "
+        "expires_at instant null, attempts int, last_error text, "
+        "dispatched_at instant null, dead_at instant null, cancelled_at instant null, "
+        "created_xid xid null, changed_xid xid null",
     ),
     settled=outbox.SETTLED,
     outcome=(("dispatched", "dispatched_at"), ("dead", "")),
@@ -210,49 +209,28 @@ INBOX = Table(
     name="inbox",
     relation="django_txmsg_inboxmessage",
     clock="first_received_at",
-    columns=(
-        Column("id", "long"),
-        Column("stage", "text"),
-        Column("message_id", "uuid"),
-        Column("destination", "text"),
-        Column("correlation_id", "text"),
+    columns=columns_of(
+        "id long, stage text, message_id uuid, destination text, correlation_id text",
         Column("sender", "text", source="service"),
-        Column("created_at", "instant", nullable=True),
-        Column("deliveries", "int"),
-        Column("attempts", "int"),
-        Column("first_received_at", "instant"),
-        Column("last_received_at", "instant"),
-        Column("started_at", "instant", nullable=True),
-        Column("processed_at", "instant", nullable=True),
-        Column("dead_at", "instant", nullable=True),
-        Column("last_error", "text"),
-        Column("created_xid", "xid", nullable=True),
-        Column("changed_xid", "xid", nullable=True),
+        "created_at instant null, deliveries int, attempts int, "
+        "first_received_at instant, last_received_at instant, "
+        "started_at instant null, processed_at instant null, dead_at instant null, "
+        "last_error text, created_xid xid null, changed_xid xid null",
     ),
     settled=inbox.SETTLED,
     outcome=(("processed", "processed_at"), ("dead", "dead_at"), ("killed", "")),
     tracked=True,
-    live=(
-        Column("due_at", "instant", nullable=True),
-        Column("waits_for", "uuid", nullable=True),
-    ),
+    live=columns_of("due_at instant null, waits_for uuid null"),
 )
 
 ATTEMPTS = Table(
     name="attempts",
     relation="django_txmsg_attempt",
     clock="failed_at",
-    columns=(
-        Column("id", "long"),
-        Column("message_id", "uuid"),
-        Column("stage", "text"),
-        Column("number", "int"),
-        Column("worker", "text"),
-        Column("failed_at", "instant"),
-        Column("duration", "double", nullable=True),
-        Column("exception", "text"),
-        Column("traceback", "text"),
-        Column("fingerprint", "text"),
+    columns=columns_of(
+        "id long, message_id uuid, stage text, number int, worker text, "
+        "failed_at instant, duration double null, exception text, traceback text, "
+        "fingerprint text",
     ),
     settled=inbox.ATTEMPT_SETTLED,
     outcome=(("failed", ""),),
@@ -262,28 +240,13 @@ DEAD_LETTERS = Table(
     name="dead_letters",
     relation="django_txmsg_deadletter",
     clock="created_at",
-    columns=(
-        Column("id", "long"),
-        Column("message_id", "uuid"),
-        Column("stage", "text"),
-        Column("broker", "text"),
-        Column("destination", "text"),
-        Column("correlation_id", "text"),
-        Column("headers", "json"),
-        Column("content_type", "text"),
-        Column("body", "bytes"),
-        Column("reason", "text"),
-        Column("exception", "text"),
-        Column("traceback", "text"),
-        Column("fingerprint", "text"),
-        Column("attempts", "int"),
-        Column("deaths", "int"),
-        Column("message_created_at", "instant", nullable=True),
-        Column("created_at", "instant"),
-        Column("resolution", "text"),
-        Column("resolved_at", "instant", nullable=True),
-        Column("resolved_by", "text"),
-        Column("replaced_by", "uuid", nullable=True),
+    columns=columns_of(
+        "id long, message_id uuid, stage text, broker text, destination text, "
+        "correlation_id text, headers json, content_type text, body bytes, "
+        "reason text, exception text, traceback text, fingerprint text, attempts int, "
+        "deaths int, message_created_at instant null, created_at instant, "
+        "resolution text, resolved_at instant null, resolved_by text, "
+        "replaced_by uuid null",
     ),
     settled=dead_letters.SETTLED,
     outcome="resolution",
@@ -296,17 +259,12 @@ FLOW_STEPS = Table(
     name="flow_steps",
     relation="django_txmsg_flowstep",
     clock="created_at",
-    columns=(
-        Column("id", "long"),
-        Column("message_id", "uuid"),
+    columns=columns_of(
+        "id long, message_id uuid",
         Column("run_id", "uuid", expression=_RUN),
-        Column("step", "text"),
-        Column("version", "int"),
+        "step text, version int",
         Column("state", "text", personal=True),
-        Column("then", "text"),
-        Column("undos", "int"),
-        Column("left", "bool"),
-        Column("created_at", "instant"),
+        "then text, undos int, left bool, created_at instant",
     ),
     settled=flows.OF_AN_ENDED_RUN,
     outcome=(("done", ""),),
@@ -316,19 +274,13 @@ FLOW_UNDOS = Table(
     name="flow_undos",
     relation="django_txmsg_flowundo",
     clock="created_at",
-    columns=(
-        Column("id", "long"),
+    columns=columns_of(
+        "id long",
         # The message that started the run: a step's own work has no request.
         Column("message_id", "uuid", expression=_RUN),
-        Column("number", "int"),
-        Column("destination", "text"),
-        Column("body", "bytes"),
-        Column("body_type", "text"),
-        Column("request_id", "uuid", nullable=True),
-        Column("cancels", "bool"),
-        Column("answered", "bool"),
-        Column("created_at", "instant"),
-        Column("confirmed_at", "instant", nullable=True),
+        "number int, destination text, body bytes, body_type text, "
+        "request_id uuid null, cancels bool, answered bool, created_at instant, "
+        "confirmed_at instant null",
     ),
     settled=flows.OF_AN_ENDED_RUN,
     outcome=(("confirmed", "confirmed_at"), ("open", "")),
@@ -338,32 +290,23 @@ FLOW_RUNS = Table(
     name="flow_runs",
     relation="django_txmsg_run",
     clock="created_at",
-    columns=(
-        Column("id", "long"),
+    columns=columns_of(
+        "id long",
         Column("message_id", "uuid", source="run_id"),
-        Column("flow", "text"),
-        Column("key", "text"),
-        Column("correlation_id", "text"),
-        Column("first_run", "uuid"),
-        Column("version", "int"),
+        "flow text, key text, correlation_id text, first_run uuid, version int",
         Column("state", "text", personal=True),
-        Column("step", "text"),
-        Column("waits_for", "text"),
-        Column("asked", "text"),
-        Column("request_id", "uuid", nullable=True),
-        Column("since", "instant"),
-        Column("undos", "int"),
+        "step text, waits_for text, asked text, request_id uuid null, since instant, "
+        "undos int",
         Column("answer", "text", personal=True),
-        Column("answer_type", "text"),
+        "answer_type text",
         Column("result", "text", source="outcome"),
-        Column("caller", "json"),
+        "caller json",
         Column("baggage", "json", personal=True),
-        Column("created_at", "instant"),
-        Column("ended_at", "instant", nullable=True),
+        "created_at instant, ended_at instant null",
     ),
     settled=flows.SETTLED,
     outcome="result",
-    live=(Column("due_at", "instant", nullable=True),),
+    live=columns_of("due_at instant null"),
 )
 
 #: All tables, in the order in which they are archived: a run after its steps and undos.
