@@ -165,13 +165,13 @@ class Telling:
             self._tell_away()
 
     def _tell_away(self) -> None:
-        if self.webhook is None or self._away is None or not self._away.news:
-            if self._away is not None and not self._away.firing:
-                self._away = None
+        if (away := self._away) is None:
             return
-        if self._post(self._away):
-            away = replace(self._away, told=self._away.status)
-            self._away = away if away.firing else None
+        if self.webhook is not None and away.news:
+            if not self._post(away):
+                return
+            away = replace(away, told=away.status)
+        self._away = away if away.firing else None
 
     def _post(self, alert: Alert) -> bool:
         assert self.webhook is not None

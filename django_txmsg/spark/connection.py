@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psycopg
+
 from .databases import instant_text, read_instant
 from .errors import EnvironmentFault
 from .spec import SourceSpec
@@ -105,7 +107,7 @@ class Connection:
                 text = sql if values else sql.replace("%%", "%")
                 return self.raw.execute(text, values or None)
             return self.raw.execute(sql.replace("%s", "?").replace("%%", "%"), values)
-        except _errors() as error:
+        except (sqlite3.Error, psycopg.Error) as error:
             raise EnvironmentFault(
                 f"The database at {self.address} failed: {str(error).strip()}"
                 + _advice(error)
@@ -125,8 +127,6 @@ def connect(spec: SourceSpec) -> Any:
         return sqlite3.connect(
             spec.path, timeout=60, isolation_level=None, check_same_thread=False
         )
-    import psycopg
-
     try:
         return psycopg.connect(spec.conninfo(), autocommit=True)
     except psycopg.Error as error:
@@ -134,14 +134,6 @@ def connect(spec: SourceSpec) -> Any:
             f"The database of service {spec.service!r} at {spec.shown} cannot be "
             f"reached: {str(error).strip()}"
         ) from error
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    try:
-        import psycopg
-    except ImportError:
-        return (sqlite3.Error,)
-    return sqlite3.Error, psycopg.Error
 
 
 def _advice(error: Exception) -> str:

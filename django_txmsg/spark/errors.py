@@ -34,8 +34,6 @@ class EnvironmentFault(PipelineError):
     """A database cannot be reached, a directory is not a lake of this package, or
     another process holds a lock."""
 
-    exit_code = 3
-
 
 class SpoiltFile(EnvironmentFault):
     """A file of the lake cannot be read, or has changed since it was written."""

@@ -252,9 +252,7 @@ class LakeTable:
         delta = self.load()
         if delta is None:
             return []
-        return list(
-            delta.vacuum(hours, dry_run=dry_run, enforce_retention_duration=False)
-        )
+        return delta.vacuum(hours, dry_run=dry_run, enforce_retention_duration=False)
 
     def orphans(self, service: str, before: dt.datetime) -> list[str]:
         """Return files of a service that are older than `before` and that the log has
@@ -264,8 +262,8 @@ class LakeTable:
         delta = self.load()
         if delta is None:
             return []
-        once_named = set(self._vacuumed(delta, 0, full=False))
-        unnamed = set(self._vacuumed(delta, 0, full=True)) - once_named
+        would = partial(delta.vacuum, 0, dry_run=True, enforce_retention_duration=False)
+        unnamed = set(would(full=True)) - set(would())  # which it has once named
         own = {directory_of(service), f"service={service}"}
         paths = [
             f"{self.root}/{path}"
@@ -295,12 +293,6 @@ class LakeTable:
                     if unnamed and info.base_name.startswith(tuple(names)):
                         self.files.delete_file(info.path)
             raise
-
-    @staticmethod
-    def _vacuumed(delta: DeltaTable, hours: int, *, full: bool) -> list[str]:
-        return delta.vacuum(
-            hours, dry_run=True, enforce_retention_duration=False, full=full
-        )
 
 
 def _added(file: LakeFile, same_rows: bool) -> AddAction:

@@ -279,37 +279,31 @@ def rows_of(
     written.
     """
     try:
-        yield from _rows_of(files, path, names, lenient)
+        with files.open_input_file(path) as stream:
+            parquet = pq.ParquetFile(stream, page_checksum_verification=True)
+            if lenient and names is not None:
+                names = [one for one in names if one in parquet.schema_arrow.names]
+            for group in range(parquet.num_row_groups):
+                described = parquet.metadata.row_group(group)
+                rows, size = described.num_rows, max(1, described.total_byte_size)
+                most = max(1, min(GROUP_ROWS, rows * GROUP_BYTES // size))
+                # A task has one core, and must not use the others.
+                for batch in parquet.iter_batches(
+                    batch_size=most,
+                    row_groups=[group],
+                    columns=names,
+                    use_threads=False,
+                ):
+                    batch = _plain(batch)
+                    rows -= batch.num_rows
+                    yield batch if names is None else batch.select(names)
+                # The header of a page has no checksum.
+                if rows:
+                    raise ValueError(
+                        f"row group {group} does not have as many rows as it declares"
+                    )
     except (OSError, pa.ArrowException, ValueError) as error:
         raise spoilt(path, error) from error
-
-
-def _rows_of(
-    files: fs.FileSystem, path: str, names: Sequence[str] | None, lenient: bool
-) -> Iterator[pa.RecordBatch]:
-    with files.open_input_file(path) as stream:
-        parquet = pq.ParquetFile(stream, page_checksum_verification=True)
-        if lenient and names is not None:
-            names = [one for one in names if one in parquet.schema_arrow.names]
-        for group in range(parquet.num_row_groups):
-            described = parquet.metadata.row_group(group)
-            rows, size = described.num_rows, max(1, described.total_byte_size)
-            most = max(1, min(GROUP_ROWS, rows * GROUP_BYTES // size))
-            # A task has one core, and must not use the others.
-            for batch in parquet.iter_batches(
-                batch_size=most,
-                row_groups=[group],
-                columns=names,
-                use_threads=False,
-            ):
-                batch = _plain(batch)
-                rows -= batch.num_rows
-                yield batch if names is None else batch.select(names)
-            # The header of a page has no checksum.
-            if rows:
-                raise ValueError(
-                    f"row group {group} does not have as many rows as it declares"
-                )
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:

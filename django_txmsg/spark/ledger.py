@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -157,22 +157,21 @@ class Ledger:
         Returns True if the number and the checksum of the deleted rows equal `sums`.
         Otherwise the transaction is rolled back, and False is returned. On PostgreSQL,
         several purges may run at the same time, each with its own connection."""
-        connection = connect_plain(self.spec)
-        try:
-            with connection.transaction():
-                rows, checksum = connection.rows(
-                    f"WITH gone AS (DELETE FROM {self.table.relation} AS t WHERE"
-                    f" {self.members(batch)} RETURNING {postgres_sql(columns)} AS hash)"
-                    " SELECT count(*), coalesce(sum(hash), 0) FROM gone"
-                )[0]
-                if (int(rows), int(checksum)) != sums:
-                    raise Different
-                advance(connection)
-        except Different:
-            return False
-        finally:
-            connection.close()
-        return True
+        with (
+            suppress(Different),
+            closing(connect_plain(self.spec)) as connection,
+            connection.transaction(),
+        ):
+            rows, checksum = connection.rows(
+                f"WITH gone AS (DELETE FROM {self.table.relation} AS t WHERE"
+                f" {self.members(batch)} RETURNING {postgres_sql(columns)} AS hash)"
+                " SELECT count(*), coalesce(sum(hash), 0) FROM gone"
+            )[0]
+            if (int(rows), int(checksum)) != sums:
+                raise Different
+            advance(connection)
+            return True
+        return False
 
     def settle(
         self, archived: pa.RecordBatch, hashes: Sequence[int], columns: Sequence[Column]
@@ -212,31 +211,23 @@ class Ledger:
         wanted = dict(zip(zip(ids, messages, strict=True), hashes, strict=True))
         within = f"t.id IN ({', '.join(map(str, ids))})"
         with self.connection.transaction():
-            settled = {
-                row[0]
-                for row in self.connection.rows(
-                    f"SELECT t.id FROM {self.table.relation} AS t WHERE {within} AND "
-                    + self._settled(self.clock()[0], None)
-                )
-            }
-            equal: list[int] = []
-            different: list[Row] = []
+            settled = self.connection.rows(
+                f"SELECT t.id FROM {self.table.relation} AS t WHERE {within} AND "
+                + self._settled(self.clock()[0], None)
+            )
+            may_go = {row for (row,) in settled}
+            found: dict[Row, int] = {}
             for part in read_rows(self.connection.raw, self.table, columns, within):
-                for row, message, found in zip(
-                    part.column("id").to_pylist(),
-                    whose(part),
-                    row_hashes(part, columns),
-                    strict=True,
-                ):
-                    if wanted.get((row, message)) == found and row in settled:
-                        equal.append(row)
-                    elif (row, message) in wanted:
-                        different.append((row, message))
+                rows = zip(part.column("id").to_pylist(), whose(part), strict=True)
+                found.update(zip(rows, row_hashes(part, columns), strict=True))
+            there = wanted.keys() & found.keys()
+            equal = {one for one in there if wanted[one] == found[one]}
+            equal = {one for one in equal if one[0] in may_go}
             self.connection.execute(
                 f"DELETE FROM {self.table.relation} WHERE id IN"
-                f" ({', '.join(map(str, equal))})"
+                f" ({', '.join(str(row) for row, _ in equal)})"
             )
-        return len(equal), different
+        return len(equal), sorted(there - equal)
 
     def vacuum(self) -> None:
         """Reclaim the space of deleted rows on PostgreSQL, if this role owns the

@@ -28,13 +28,13 @@ def archiving(
         "it. (A transaction-pooling proxy breaks this lock: give the pipeline a direct "
         "connection.)"
     )
-    return _alone(connection, spec, f"{table}-archive", f"archive/{table}", refused)
+    return _alone(connection, spec, f"{table}-archive", refused)
 
 
 def following(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
     """Hold the lock of `follow` for a database while the block runs. Raises Taken,
     without waiting, if another process holds the lock."""
-    return _alone(connection, spec, "follow", "follow", Taken())
+    return _alone(connection, spec, "follow", Taken())
 
 
 def keeping(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
@@ -43,7 +43,7 @@ def keeping(connection: Connection, spec: SourceSpec) -> AbstractContextManager[
     taken = Taken(
         f"Another run is updating the journeys of {spec.service!r}: wait for its end."
     )
-    return _alone(connection, spec, "journeys", "journeys", taken)
+    return _alone(connection, spec, "journeys", taken)
 
 
 def storing(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
@@ -52,7 +52,7 @@ def storing(connection: Connection, spec: SourceSpec) -> AbstractContextManager[
     taken = Taken(
         f"An erasure of messages of {spec.service!r} is running: wait for its end."
     )
-    return _alone(connection, spec, "erase", "erase", taken, shared=True)
+    return _alone(connection, spec, "erase", taken, shared=True)
 
 
 def erasure(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
@@ -61,7 +61,7 @@ def erasure(connection: Connection, spec: SourceSpec) -> AbstractContextManager[
     taken = Taken(
         f"A replay of messages of {spec.service!r} is running: wait for its end."
     )
-    return _alone(connection, spec, "erase", "erase", taken)
+    return _alone(connection, spec, "erase", taken)
 
 
 class Archiving(EnvironmentFault):
@@ -76,8 +76,7 @@ class Taken(EnvironmentFault):
 def _alone(
     connection: Connection,
     spec: SourceSpec,
-    file: str,
-    key: str,
+    name: str,
     refused: EnvironmentFault,
     *,
     shared: bool = False,
@@ -86,7 +85,7 @@ def _alone(
     process holds the lock. With `shared`, any number of processes may hold the lock
     together."""
     if spec.vendor == "sqlite":
-        path = f"{os.path.realpath(spec.path)}.{file}.lock"
+        path = f"{os.path.realpath(spec.path)}.{name}.lock"
         try:
             # For reading: another user may own the file.
             lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
@@ -106,7 +105,7 @@ def _alone(
     suffix = "_shared" if shared else ""
     # Of these tables: another schema of the database may have those of a service, too.
     number = "hashtextextended(%s, 'django_txmsg_outboxmessage'::regclass::bigint)"
-    key = f"django_txmsg/{key}"
+    key = f"django_txmsg/{name}"
     if not connection.value(f"SELECT pg_try_advisory_lock{suffix}({number})", key):
         raise refused
     try:

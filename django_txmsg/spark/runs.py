@@ -141,7 +141,8 @@ def _finished(spec: JobSpec, run: Run, *, requested: bool) -> Iterator[None]:
         raise
     finally:
         try:
-            _finish(source, run)
+            finished_at = dt.datetime.now(dt.timezone.utc)
+            progressed(source, run, run.state, finished_at)
             if spec.lake is not None:
                 _keep(run, spec, spec.lake)
         except Exception:
@@ -277,18 +278,13 @@ def _describe(connection: Connection, key: Any, options: dict[str, Any]) -> None
     )
 
 
-def progressed(source: SourceSpec, run: Run) -> None:
-    """Record the progress of a run that has not ended yet."""
-    _note(source, run, "running", None)
-
-
-def _finish(source: SourceSpec, run: Run) -> None:
-    _note(source, run, run.state, dt.datetime.now(dt.timezone.utc))
-
-
-def _note(
-    source: SourceSpec, run: Run, state: str, finished_at: dt.datetime | None
+def progressed(
+    source: SourceSpec,
+    run: Run,
+    state: str = "running",
+    finished_at: dt.datetime | None = None,
 ) -> None:
+    """Record the progress of a run, by default of one that has not ended yet."""
     with closing(connect_plain(source)) as connection:
         connection.execute(
             f"UPDATE {_RUNS} SET state = %s, rows = %s, counts = %s, error = %s,"

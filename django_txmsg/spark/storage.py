@@ -116,12 +116,9 @@ def _local(path: str, given: str, options: Mapping[str, str]) -> Place:
 
 
 def _s3(options: Mapping[str, str]) -> fs.FileSystem:
-    given = {}
-    for name, value in options.items():
-        known = _S3.get(name.lower().removeprefix("aws_"))
-        if known is not None:
-            given[known] = value
-    return fs.S3FileSystem(**given)
+    plain = {name.lower().removeprefix("aws_"): options[name] for name in options}
+    known = (name for name in plain if name in _S3)
+    return fs.S3FileSystem(**{_S3[name]: plain[name] for name in known})
 
 
 def insist_on(files: fs.FileSystem, sizes: Mapping[str, int]) -> None:

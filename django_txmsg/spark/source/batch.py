@@ -163,7 +163,7 @@ def _condition(one: Filter, table: Table, database: Database) -> str | None:
         return None
     if column.kind == "xid" and database.vendor == "sqlite":
         return None  # which has no such column
-    name = column.sql
+    name = f"({column.sql}::text::bigint)" if column.kind == "xid" else column.sql
     if kind == "IsNull":
         return f"{name} IS NULL"
     if kind == "IsNotNull":
@@ -184,13 +184,7 @@ def _condition(one: Filter, table: Table, database: Database) -> str | None:
     literal = _literal(column, value, database, sign[0] == "<")
     if literal is None:
         return None
-    return f"{_compared(name, column, database)} {sign} {literal}"
-
-
-def _compared(name: str, column: Column, database: Database) -> str:
-    if column.kind == "xid" and database.vendor == "postgresql":
-        return f"({name}::text::bigint)"
-    return name
+    return f"{name} {sign} {literal}"
 
 
 def _literal(
@@ -217,32 +211,23 @@ class OneFile(InputPartition):
     named: LakeFile
 
 
-@dataclass
-class Condition:
-    """A condition on the service or the day of a file."""
-
-    compared: Callable[[Any, Any], bool]
-    name: str
-    value: Any
-
-    def holds(self, named: LakeFile) -> bool:
-        """Return whether a file may contain matching rows."""
-        return self.compared(getattr(named, self.name), self.value)
-
-
 class LakeReader(DataSourceReader):
     """Reads the requested columns of a table in the lake."""
 
     def __init__(self, table: LakeTable, schema: StructType) -> None:
         self.table, self.schema = table, schema
-        self.conditions: list[Condition] = []
+        self.conditions: list[tuple[str, Callable[[Any, Any], bool], Any]] = []
+        """Conditions on the service or the day of a file."""
 
     def partitions(self) -> Sequence[InputPartition]:
         """Return the files that may contain matching rows."""
         return [
             OneFile(one)
             for one in self.table.named()
-            if all(condition.holds(one) for condition in self.conditions)
+            if all(
+                compared(getattr(one, name), value)
+                for name, compared, value in self.conditions
+            )
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -253,17 +238,13 @@ class LakeReader(DataSourceReader):
         )
 
 
-def _one_of(value: Any, several: Any) -> bool:
-    return value in several
-
-
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "EqualTo": operator.eq,
     "GreaterThan": operator.gt,
     "GreaterThanOrEqual": operator.ge,
     "LessThan": operator.lt,
     "LessThanOrEqual": operator.le,
-    "In": _one_of,
+    "In": lambda value, several: value in several,
 }
 
 
@@ -278,7 +259,7 @@ class PushingLakeReader(LakeReader):
             value = getattr(one, "value", None)
             kind = type(one).__name__
             if kind in _COMPARED and _comparable(name, value):
-                self.conditions.append(Condition(_COMPARED[kind], name, value))
+                self.conditions.append((name, _COMPARED[kind], value))
             yield one
 
 
