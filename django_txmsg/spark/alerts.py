@@ -205,10 +205,8 @@ def dead_letters(
 ) -> int:
     """Return the number of messages that died within the last `window`."""
     since = open_database(source).instant(connection.clock() - window, upper=False)
-    found = connection.value(
-        f"SELECT count(*) FROM django_txmsg_deadletter WHERE created_at >= {since}"
-    )
-    return int(found)
+    sql = f"SELECT count(*) FROM django_txmsg_deadletter WHERE created_at >= {since}"
+    return int(connection.value(sql))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import re
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,8 @@ class Connection:
 
     def forget(self, sql: str, *values: Any) -> None:
         """Run a statement and ignore its errors."""
-        try:
+        with suppress(EnvironmentFault):
             self._run(sql, values)
-        except EnvironmentFault:
-            return
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -173,12 +173,6 @@ class DayFiles:
     def _write(self, key: _Part, rows: pa.Table) -> None:
         if not rows.num_rows:
             return
-        _, _, writer, tallying = self._writer(key, rows.schema)
-        writer.write_table(rows)
-        if key[1]:
-            tallying.add(rows)
-
-    def _writer(self, key: _Part, schema: pa.Schema) -> tuple[str, Any, Any, Tallying]:
         if key not in self._open:
             if len(self._open) >= MAX_OPEN:
                 self._close(next(iter(self._open)))
@@ -189,9 +183,12 @@ class DayFiles:
             )
             self.files.create_dir(f"{self.root}/{directory}", recursive=True)
             stream = self.files.open_output_stream(f"{self.root}/{path}")
-            writer = parquet_writer(stream, schema)
+            writer = parquet_writer(stream, rows.schema)
             self._open[key] = (path, stream, writer, Tallying())
-        return self._open[key]
+        _, _, writer, tallying = self._open[key]
+        writer.write_table(rows)
+        if key[1]:
+            tallying.add(rows)
 
     def _close(self, key: _Part) -> None:
         path, stream, writer, tallying = self._open.pop(key)

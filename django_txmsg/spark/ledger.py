@@ -104,10 +104,8 @@ class Ledger:
     def waiting(self, cutoff: dt.datetime, horizon: Horizon | None) -> int:
         """Return the number of rows that can be archived now."""
         where = self._settled(cutoff, horizon)
-        found = self.connection.value(
-            f"SELECT count(*) FROM {self.table.relation} t WHERE {where}"
-        )
-        return int(found)
+        sql = f"SELECT count(*) FROM {self.table.relation} t WHERE {where}"
+        return int(self.connection.value(sql))
 
     def held(self, cutoff: dt.datetime, horizon: Horizon | None) -> Held:
         """Return the open transaction that keeps settled rows from being archived, and

@@ -48,7 +48,6 @@ def render(found: Findings) -> str:
     """Return the whole page."""
     return _page().render(
         found=found,
-        facts=_facts(found),
         counts=sorted(found.verdicts.items(), key=lambda one: -one[1]),
         again=sorted(
             (row for row in found.stages if row.get("redelivered")),
@@ -82,30 +81,8 @@ def _page() -> Template:
             f"{instant.astimezone(dt.timezone.utc):%d %b %H:%M}" if instant else "?"
         ),
     }
-    environment.globals["scales"] = _scales
+    environment.globals |= {"highest": _highest, "scales": _scales}
     return environment.get_template("report.html")
-
-
-def _facts(found: Findings) -> dict[str, Any]:
-    """Return the most important facts, for the top of the page."""
-    lost = [
-        (found.verdicts[kind], word)
-        for kind, word in (
-            ("never_received", "never received"),
-            ("processed_twice", "processed twice"),
-        )
-        if found.verdicts.get(kind)
-    ]
-    again = max(found.stages, key=lambda row: row["redelivered"], default=None)
-    worst = max(found.groups, key=lambda row: row["open"], default=None)
-    facts = {
-        "lost": lost,
-        "busiest": _highest(found.hours, found.backlog),
-        "slowest": _highest(found.hours, found.critical.get("p95", ())),
-        "again": again if again and again["redelivered"] else None,
-        "worst": worst if worst and worst["open"] else None,
-    }
-    return facts if any(facts.values()) else {}
 
 
 def _highest(

@@ -27,11 +27,11 @@ _TYPE_ID = {
     "long": 20, "xid": 20, "int": 23, "double": 701, "bool": 16, "uuid": 2950,
     "text": 25, "json": 25, "bytes": 17, "instant": 1184,
 }  # fmt: skip
-_WIDTH = {
-    "long": 8, "xid": 8, "int": 4, "double": 8, "bool": 1, "uuid": 16, "instant": 8,
-}  # fmt: skip
-_BIG_ENDIAN = {
-    "long": ">i8", "xid": ">i8", "int": ">i4", "double": ">f8", "bool": ">i1",
+#: The form of a value that always has as many bytes.
+_FORM: dict[str, np.dtype[Any]] = {
+    "long": np.dtype(">i8"), "xid": np.dtype(">i8"), "int": np.dtype(">i4"),
+    "double": np.dtype(">f8"), "bool": np.dtype(">i1"), "uuid": np.dtype("V16"),
+    "instant": np.dtype(">i8"),
 }  # fmt: skip
 #: Microseconds from 1970, Arrow's epoch, to 2000, PostgreSQL's.
 _EPOCH = 946_684_800_000_000
@@ -68,12 +68,15 @@ def _records(batch: pa.RecordBatch, columns: Sequence[Column]) -> Any:
     pieces = [_flat([_repeat(struct.pack(">i", len(columns)), rows)])]
     for column in columns:
         values, kind = batch.column(column.name), column.kind
-        type_id, width = _TYPE_ID[kind], _WIDTH.get(kind)
-        if width is None:
+        type_id = _TYPE_ID[kind]
+        if kind not in _FORM:
+            content = values.cast(pa.large_binary())
+            lengths = pc.fill_null(pc.binary_length(content), -1).to_numpy()
+            lengths = lengths.astype(">i4").view(np.uint8).reshape(rows, 4)
             header = _repeat(struct.pack(">i", type_id), rows)
-            pieces += [_flat([header, _lengths(values)]), _bytes(values)]
+            pieces += [_flat([header, lengths]), pc.fill_null(content, b"")]
             continue
-        header = _repeat(struct.pack(">ii", type_id, width), rows)
+        header = _repeat(struct.pack(">ii", type_id, _FORM[kind].itemsize), rows)
         known = pc.fill_null(values, _ZERO[kind])
         whole = _flat([header, _fixed(known, kind)])
         null = pa.scalar(struct.pack(">ii", type_id, -1), pa.large_binary())
@@ -111,16 +114,6 @@ def _fixed(values: pa.Array, kind: str) -> Any:
         text = b"".join(digits.to_pylist())
         return np.frombuffer(bytes.fromhex(text.decode()), np.uint8).reshape(rows, 16)
     if kind == "instant":
-        numbers = values.cast(pa.int64()).to_numpy() - _EPOCH
-        return numbers.astype(">i8").view(np.uint8).reshape(rows, 8)
-    numbers = values.to_numpy(zero_copy_only=False).astype(_BIG_ENDIAN[kind])
+        values = pc.subtract(values.cast(pa.int64()), _EPOCH)
+    numbers = values.to_numpy(zero_copy_only=False).astype(_FORM[kind])
     return numbers.view(np.uint8).reshape(rows, -1)
-
-
-def _lengths(values: pa.Array) -> Any:
-    lengths = pc.fill_null(pc.binary_length(values.cast(pa.large_binary())), -1)
-    return lengths.to_numpy().astype(">i4").view(np.uint8).reshape(len(values), 4)
-
-
-def _bytes(values: pa.Array) -> pa.Array:
-    return pc.fill_null(values.cast(pa.large_binary()), b"")

@@ -118,37 +118,28 @@ def recorded(
             _insert(source, run, lake)
         else:
             _take(source, run, lake)
-        with _finished(spec, run, requested=request is not None):
+        try:
             if spec.lake is not None and job in _OF_THE_LAKE:
                 run.makes_lake = not is_mounted(spec)
             yield run
-
-
-@contextmanager
-def _finished(spec: JobSpec, run: Run, *, requested: bool) -> Iterator[None]:
-    source = spec.service()
-    try:
-        yield
-    except VerificationRefused as error:
-        run.refused, run.error = True, str(error)
-        raise
-    except BaseException as error:
-        run.error = f"{type(error).__name__}: {error}"[:8000]
-        if isinstance(error, PipelineError):
-            run.error = str(error)
-        run.put_off = requested and isinstance(error, Taken)
-        run.error = hidden(run.error)
-        raise
-    finally:
-        try:
-            finished_at = dt.datetime.now(dt.timezone.utc)
-            progressed(source, run, run.state, finished_at)
-            if spec.lake is not None:
-                _keep(run, spec, spec.lake)
-        except Exception:
-            # The first error is the one to report.
-            if not run.error:
-                raise
+        except BaseException as error:
+            told = str(error)
+            if not isinstance(error, PipelineError):
+                told = f"{type(error).__name__}: {error}"[:8000]
+            run.error = hidden(told)
+            run.refused |= isinstance(error, VerificationRefused)
+            run.put_off = request is not None and isinstance(error, Taken)
+            raise
+        finally:
+            try:
+                finished_at = dt.datetime.now(dt.timezone.utc)
+                progressed(source, run, run.state, finished_at)
+                if spec.lake is not None:
+                    _keep(run, spec, spec.lake)
+            except Exception:
+                # The first error is the one to report.
+                if not run.error:
+                    raise
 
 
 def _insert(source: SourceSpec, run: Run, lake: str) -> None:

@@ -125,8 +125,8 @@ class Table:
     def struct(self) -> t.StructType:
         """Return the schema that `format("txmsg")` reads: the service, then the
         columns."""
-        fields = [t.StructField("service", t.StringType(), False)]
-        return t.StructType(fields + [one.spark for one in self.columns])
+        columns = t.StructType([one.spark for one in self.columns])
+        return struct_of("service string not null", columns)
 
     def live_struct(self) -> t.StructType:
         """Return the schema that the jobs read from a database."""
@@ -136,13 +136,8 @@ class Table:
         """Return the schema in the lake. All columns are nullable, because a file may
         be older than a column."""
         fields = [t.StructField(one.name, one.spark.dataType) for one in self.columns]
-        fields += [
-            t.StructField("outcome", t.StringType()),
-            t.StructField("batch_id", t.LongType()),
-            t.StructField("service", t.StringType()),
-            t.StructField("day", t.DateType()),
-        ]
-        return t.StructType(fields)
+        own = "outcome string, batch_id long, service string, day date"
+        return struct_of(t.StructType(fields), own)
 
 
 def struct_of(*parts: t.StructType | str) -> t.StructType:

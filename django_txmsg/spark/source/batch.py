@@ -30,7 +30,7 @@ from pyspark.sql.types import StructType
 from ..databases import Database, open_database
 from ..errors import UsageError
 from ..lake import Lake, LakeTable
-from ..lakefile import LakeFile, rows_as
+from ..lakefile import rows_as
 from ..schemas import Column, Table, arrow_schema
 from ..spec import LakeSpec, SourceSpec
 
@@ -204,13 +204,6 @@ def _literal(
     return None
 
 
-@dataclass
-class OneFile(InputPartition):
-    """A partition: one file of the lake."""
-
-    named: LakeFile
-
-
 class LakeReader(DataSourceReader):
     """Reads the requested columns of a table in the lake."""
 
@@ -222,7 +215,7 @@ class LakeReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """Return the files that may contain matching rows."""
         return [
-            OneFile(one)
+            InputPartition(one)
             for one in self.table.named()
             if all(
                 compared(getattr(one, name), value)
@@ -232,10 +225,8 @@ class LakeReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a file."""
-        assert isinstance(partition, OneFile)
-        yield from rows_as(
-            self.table.files, self.table.root, self.schema, [partition.named]
-        )
+        named = [partition.value]
+        yield from rows_as(self.table.files, self.table.root, self.schema, named)
 
 
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
