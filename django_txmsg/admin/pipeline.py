@@ -147,13 +147,10 @@ class FindingAdmin(ReadOnlyAdmin):
         POST)."""
         findings = chosen.filter(acknowledged_at=None)
         note = given(request, "note")
-        if "note" not in request.POST:
-            return self._ask(request, findings, "acknowledge")
-        shown = self._shown(request, findings)
-        if shown is None:
-            return self._ask(request, findings, "acknowledge")
-        if not note:
+        shown = self._shown(request, findings) if "note" in request.POST else None
+        if shown is not None and not note:
             messages.error(request, "Say why: an acknowledgement needs a note.")
+        if shown is None or not note:
             return self._ask(request, findings, "acknowledge")
         count = self._say(
             request, shown, Deed.ACKNOWLEDGE, f"Acknowledged: {note}",

@@ -183,7 +183,13 @@ class DayFiles:
             )
             self.files.create_dir(f"{self.root}/{directory}", recursive=True)
             stream = self.files.open_output_stream(f"{self.root}/{path}")
-            writer = parquet_writer(stream, rows.schema)
+            writer = pq.ParquetWriter(
+                stream, rows.schema, compression="zstd", compression_level=1,
+                use_dictionary=[one for one in rows.schema.names if one not in _UNIQUE],
+                write_statistics=True,
+                # A flipped bit is found when its page is read.
+                write_page_checksum=True,
+            )  # fmt: skip
             self._open[key] = (path, stream, writer, Tallying())
         _, _, writer, tallying = self._open[key]
         writer.write_table(rows)
@@ -209,17 +215,6 @@ class DayFiles:
                 modified_ms=int(info.mtime.timestamp() * 1000) if info.mtime else 0,
             )
         )
-
-
-def parquet_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
-    """Return a Parquet writer for a file of the lake."""
-    return pq.ParquetWriter(
-        stream, schema, compression="zstd", compression_level=1,
-        use_dictionary=[name for name in schema.names if name not in _UNIQUE],
-        write_statistics=True,
-        # A flipped bit is found when its page is read.
-        write_page_checksum=True,
-    )  # fmt: skip
 
 
 #: The columns that mostly have a different value in each row: dictionary encoding would

@@ -122,6 +122,10 @@ def test_a_filter_runs_in_the_database(spark, pg_log: Log) -> None:
     assert "(id#" in plan(pushdown="false")
     # Nothing is left to filter above the scan.
     assert "(id#" not in plan()
+    frame = spark.read.format("txmsg").options(**options(pg_log)).load()
+    transactions = {row.created_xid for row in frame.collect()}
+    listed = ", ".join(map(str, [*transactions, 1]))
+    assert frame.where(f"created_xid IN ({listed})").count() == 10
 
 
 @everywhere

@@ -143,13 +143,15 @@ class PushingReader(BatchReader):
                 yield one
 
 
-#: The signs of comparisons, by Spark's names. PySpark 4.0 has no such classes.
-_SIGNS = {
-    "GreaterThan": ">",
-    "GreaterThanOrEqual": ">=",
-    "LessThan": "<",
-    "LessThanOrEqual": "<=",
-    "EqualTo": "=",
+#: The SQL signs of comparisons and their functions, by Spark's names. PySpark 4.0 has
+#: no such classes.
+_COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "GreaterThan": (">", operator.gt),
+    "GreaterThanOrEqual": (">=", operator.ge),
+    "LessThan": ("<", operator.lt),
+    "LessThanOrEqual": ("<=", operator.le),
+    "EqualTo": ("=", operator.eq),
+    "In": ("IN", lambda value, several: value in several),
 }
 
 
@@ -173,8 +175,10 @@ def _condition(one: Filter, table: Table, database: Database) -> str | None:
         if not literals or None in literals or column.kind == "instant":
             return None
         return f"{name} IN ({', '.join(map(str, literals))})"
-    sign = _SIGNS.get(kind)
-    if sign is None or (column.kind in ("text", "uuid") and sign != "="):
+    if kind not in _COMPARISONS:
+        return None
+    sign, _ = _COMPARISONS[kind]
+    if column.kind in ("text", "uuid") and sign != "=":
         # Spark and the database may order text differently.
         return None
     if database.vendor == "sqlite" and column.kind == "instant":
@@ -229,16 +233,6 @@ class LakeReader(DataSourceReader):
         yield from rows_as(self.table.files, self.table.root, self.schema, named)
 
 
-_COMPARED: dict[str, Callable[[Any, Any], bool]] = {
-    "EqualTo": operator.eq,
-    "GreaterThan": operator.gt,
-    "GreaterThanOrEqual": operator.ge,
-    "LessThan": operator.lt,
-    "LessThanOrEqual": operator.le,
-    "In": lambda value, several: value in several,
-}
-
-
 class PushingLakeReader(LakeReader):
     """A reader that skips files of other services and days."""
 
@@ -249,8 +243,8 @@ class PushingLakeReader(LakeReader):
             name = ".".join(getattr(one, "attribute", ()))
             value = getattr(one, "value", None)
             kind = type(one).__name__
-            if kind in _COMPARED and _comparable(name, value):
-                self.conditions.append((name, _COMPARED[kind], value))
+            if kind in _COMPARISONS and _comparable(name, value):
+                self.conditions.append((name, _COMPARISONS[kind][1], value))
             yield one
 
 

@@ -82,13 +82,12 @@ class TxmsgDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a reader of the columns in `schema`. Spark may request fewer columns
         than the table has."""
-        of_lake: type[LakeReader] = LakeReader
-        of_log: type[BatchReader] = BatchReader
-        pushes = self.given.get("pushdown", "true").lower() != "false"
-        if pushes and installed() >= (4, 1):
-            of_lake, of_log = PushingLakeReader, PushingReader
+        wanted = self.given.get("pushdown", "true").lower() != "false"
+        pushes = wanted and installed() >= (4, 1)
         if "lake" in self.given:
+            of_lake = PushingLakeReader if pushes else LakeReader
             return of_lake(lake_table(self.given), schema)
+        of_log = PushingReader if pushes else BatchReader
         return of_log(self.spec, self.table, schema, self.given)
 
     def streamReader(self, schema: StructType) -> LogStream:  # noqa: N802 - Spark's name
