@@ -122,9 +122,9 @@ class LakeTable:
         app: tuple[str, int] | None = None,
         replaced: Iterable[LakeFile] = (),
         same_rows: bool = False,
-    ) -> int:
+    ) -> None:
         """Add `files` to the table, and remove the `replaced` files, in one log entry.
-        Returns the new version. `delta` is the version that the caller has seen.
+        `delta` is the version that the caller has seen.
 
         `app` is the name and the number of the commit. If another process has committed
         under the same name since `delta` was loaded, CommitFailedError is raised.
@@ -134,7 +134,7 @@ class LakeTable:
         before: int = delta.version()
         there = {f"{self.root}/{one.path}": one.size for one in files}
         insist_on(self.files, there)
-        sync(self.files, self.place.root, [f"{self.root}/{f.path}" for f in files])
+        sync(self.files, self.place.root, there)
         now = int(dt.datetime.now(dt.timezone.utc).timestamp() * 1000)
         actions: list[Any] = [_added(one, same_rows) for one in files]
         actions += [_removed(one, now, same_rows) for one in replaced]
@@ -150,9 +150,8 @@ class LakeTable:
         )
         after = self.load()
         assert after is not None
-        version: int = after.version()
         # One of these is ours; others may have committed at the same time.
-        self._sync_log(range(before + 1, version + 1))
+        self._sync_log(range(before + 1, after.version() + 1))
         # Checked through the log, as every reader reads it: these very files, still
         # existing.
         named = {f"{self.root}/{one.path}" for one in self.named(after)}
@@ -162,7 +161,6 @@ class LakeTable:
                 "table is another's, or the file was removed at once."
             )
         insist_on(self.files, there)
-        return version
 
     def _sync_log(self, versions: Iterable[int]) -> None:
         log = f"{self.root}/_delta_log"
@@ -237,12 +235,10 @@ class LakeTable:
             frame = reader.parquet(
                 *(f"{self.place.uri}/{self.name}/{one}" for one in paths)
             )
-            known = {"service": sf.lit(service)}
-            if "day" in struct.fieldNames():
-                path = sf.col("_metadata.file_path")
-                # The lake's own address may contain a day, too.
-                day = sf.regexp_extract(path, r"/day=([\d-]+)/[^/]*$", 1)
-                known["day"] = sf.to_date(day)
+            path = sf.col("_metadata.file_path")
+            # The lake's own address may contain a day, too.
+            day = sf.regexp_extract(path, r"/day=([\d-]+)/[^/]*$", 1)
+            known = {"service": sf.lit(service), "day": sf.to_date(day)}
             frames.append(frame.withColumns(known))
         return reduce(DataFrame.unionByName, frames).select(*struct.fieldNames())
 

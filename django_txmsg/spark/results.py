@@ -48,14 +48,15 @@ class Results:
 
     def save(
         self, name: str, struct: t.StructType, frame: DataFrame, *, few: bool = False
-    ) -> int:
+    ) -> None:
         """Write a DataFrame with one log entry, so that all rows become visible at the
         same time. With `few`, the driver writes the rows, without Spark tasks."""
         if few:
-            batches = frame.select(*struct.fieldNames()).toArrow().to_batches()
-            return self._save_here(name, struct, batches)
+            rows = frame.select(*struct.fieldNames()).toArrow().to_pylist()
+            self.save_rows(name, struct, rows)
+            return
         Lake(self.lake, create=self.makes_lake)
-        return self._commit(name, struct, self.write(name, struct, frame))
+        self._commit(name, struct, self.write(name, struct, frame))
 
     def write(
         self, name: str, struct: t.StructType, frame: DataFrame
@@ -69,18 +70,14 @@ class Results:
 
     def save_rows(
         self, name: str, struct: t.StructType, rows: Sequence[dict[str, Any]]
-    ) -> int:
+    ) -> None:
         """Write a few rows from the driver, without Spark."""
-        batch = pa.RecordBatch.from_pylist(list(rows), arrow_schema(struct))
-        return self._save_here(name, struct, [batch])
-
-    def _save_here(
-        self, name: str, struct: t.StructType, batches: Iterable[pa.RecordBatch]
-    ) -> int:
         Lake(self.lake, create=self.makes_lake)
+        schema = arrow_schema(struct)
+        batch = pa.RecordBatch.from_pylist(list(rows), schema)
         with self._table(name, struct).discarding(self.service, [self.run_id]):
-            written = self.written(name, arrow_schema(struct), batches, "driver")
-        return self._commit(name, struct, written)
+            written = self.written(name, schema, [batch], "driver")
+        self._commit(name, struct, written)
 
     def written(
         self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], task: str
@@ -109,11 +106,10 @@ class Results:
 
     def _commit(
         self, name: str, struct: t.StructType, files: Sequence[LakeFile]
-    ) -> int:
+    ) -> None:
         if files:
             table = self._table(name, struct)
             table.commit(table.ensure(), files, metadata={"run": self.run_id})
-        return sum(one.rows for one in files)
 
     def _table(self, name: str, struct: t.StructType) -> LakeTable:
         return LakeTable(place_of(self.lake), name, result_struct(struct))

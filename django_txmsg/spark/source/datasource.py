@@ -120,13 +120,12 @@ class TxmsgDataSource(DataSource):
     def table(self) -> Table:
         """The table that the options name."""
         name = self.given.get("table", "outbox")
-        try:
-            return TABLES[name]
-        except KeyError:
+        if name not in TABLES:
             raise UsageError(
                 f"There is no table {name!r} in the message log; there are "
                 f"{', '.join(TABLES)}."
-            ) from None
+            )
+        return TABLES[name]
 
     @property
     def spec(self) -> SourceSpec:
