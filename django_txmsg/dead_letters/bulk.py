@@ -51,9 +51,8 @@ def died_again(operation: BulkOperation, using: str) -> int:
     """Return the number of messages that the operation has redelivered and that have
     died again. It does not matter whether a message died of the same error again."""
     letters = DeadLetter.objects.using(using)
-    # The operation has redelivered nothing after its cursor. An index serves this.
-    again = letters.filter(deaths__gt=1, pk__lte=operation.cursor)
-    return again.filter(resolution=Resolution.OPEN, operation=operation.pk).count()
+    # A redelivered letter is open again only if its message has died again.
+    return letters.filter(resolution=Resolution.OPEN, operation=operation.pk).count()
 
 
 def unsettled(operation: BulkOperation, using: str) -> bool:

@@ -598,6 +598,13 @@ class Migration(migrations.Migration):
                         name="txmsg_dead_again",
                     ),
                     models.Index(
+                        condition=models.Q(
+                            ("operation__isnull", False), ("resolution", "open")
+                        ),
+                        fields=["operation"],
+                        name="txmsg_dead_operation",
+                    ),
+                    models.Index(
                         condition=models.Q(("resolution", "open")),
                         fields=[
                             "fingerprint",

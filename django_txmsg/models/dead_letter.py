@@ -294,6 +294,12 @@ class DeadLetter(models.Model):
             models.Index(
                 fields=["id"], condition=Q(deaths__gt=1), name="txmsg_dead_again"
             ),
+            # A redelivery counts its messages that have died again.
+            models.Index(
+                fields=["operation"],
+                condition=Q(operation__isnull=False, resolution="open"),
+                name="txmsg_dead_operation",
+            ),
             # Only this index is read for groups and counts, never the bodies.
             models.Index(
                 fields=[

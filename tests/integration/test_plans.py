@@ -433,17 +433,24 @@ def test_a_search_of_dead_letters_reads_no_others(*, analyzed: bool) -> None:
         assert found[-1] == number, text
 
 
-def test_a_redelivery_one_first_reads_no_letters_that_it_has_not_reached() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_a_redelivery_one_first_reads_only_its_letters_that_died_again(
+    *, own: bool
+) -> None:
     """An operation counts the messages that it has redelivered and that have died
-    again. Many messages that come later have died again, too. With statistics of other
-    rows, PostgreSQL may read the whole table."""
+    again. Many other messages have not died again since, or another operation has
+    redelivered them. With statistics of other rows, PostgreSQL may read the whole
+    table."""
     DeadLetter.objects.all().delete()
     operation = BulkOperation.objects.create(kind="redeliver", tolerates=0)
     first = DeadLetter.objects.create(
         message_id=uuid.uuid4(), destination="q", deaths=2, operation=operation.pk
     )
-    copies(DeadLetter, message_id="gen_random_uuid()", operation="NULL")
-    operation.cursor = first.pk
+    others = {"operation": "NULL"}
+    if own:
+        others = {"resolution": "'redelivered'", "resolved_at": "now()"}
+    copies(DeadLetter, message_id="gen_random_uuid()", **others)
+    operation.cursor = first.pk + 10 * LATER
     with connection.cursor() as cursor:
         cursor.execute(f"ANALYZE {DeadLetter._meta.db_table}")
     found: list[int] = []
