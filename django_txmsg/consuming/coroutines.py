@@ -21,9 +21,11 @@ from django.db.backends.signals import connection_created
 from ..django_internals import in_block
 from ..envelope.handler import Handler
 from ..envelope.message import Message
+from ..runtime.connections import leave_blocks
 from ..runtime.per_process import PerProcess
 from ..stages import Stage
 from . import deadline
+from .protocol import refuse_left_open
 
 #: The name of the loop's thread.
 THREAD = "txmsg-loop"
@@ -56,11 +58,22 @@ async def _alone(handler: Handler, message: Message) -> Any:
         if limit is not None:
             loop = asyncio.get_running_loop()
             limit.interrupt = partial(loop.call_soon_threadsafe, work.cancel)
+        left_open: list[str] = []
         try:
-            return await work
+            result = await work
         finally:
             if connected:  # otherwise this would start the thread first
-                await sync_to_async(connections.close_all)()
+                left_open += await sync_to_async(_close)()
+        refuse_left_open(left_open)
+        return result
+
+
+def _close() -> list[str]:
+    """Close the connections of a coroutine. Returns the databases on which it has left
+    blocks open."""
+    left_open = leave_blocks()
+    connections.close_all()
+    return left_open
 
 
 def _note(connection: Any, **_: Any) -> None:

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -142,6 +142,16 @@ def once(
     return result, block.employed
 
 
+def refuse_left_open(aliases: Sequence[str]) -> None:
+    """Raise BlockLeftOpen if a handler has left blocks open on these databases."""
+    if aliases:
+        raise BlockLeftOpen(
+            f"A transaction.atomic() on {', '.join(map(repr, aliases))} was entered "
+            f"inside the stage and not left. Use it in a with statement, or as a "
+            f"decorator."
+        )
+
+
 @contextmanager
 def guarded(using: str) -> Iterator[None]:
     """Surround a handler, inside its transaction or savepoint. If the handler runs
@@ -150,15 +160,21 @@ def guarded(using: str) -> Iterator[None]:
     Raises SwallowedDatabaseError if the handler caught a database error after which the
     transaction can only roll back: a commit would silently lose the work. Raises
     DurableInStage if the handler entered `atomic(durable=True)`. Raises BlockLeftOpen
-    if the handler did not leave an `atomic()` block.
+    if the handler did not leave an `atomic()` block, on any database.
     """
     connection = connections[using]
-    outer, left_open = depth(connection), False
+    outer = depth(connection)
+    before = {one: depth(one) for one in connections.all(initialized_only=True)}
+    left_open: list[str] = []
     try:
         try:
             yield
         finally:
-            left_open = roll_back_blocks(connection, outer)
+            left_open += [
+                one.alias
+                for one in connections.all(initialized_only=True)
+                if roll_back_blocks(one, before.get(one, 0))
+            ]
     except RuntimeError as error:
         if not outer or not refuses_durable(error):
             raise
@@ -170,11 +186,7 @@ def guarded(using: str) -> Iterator[None]:
         if outer:
             _raise_hidden(connection)
         raise
-    if left_open:
-        raise BlockLeftOpen(
-            f"A transaction.atomic() on {using!r} was entered inside the stage and not "
-            f"left. Use it in a with statement, or as a decorator."
-        )
+    refuse_left_open(left_open)
     if outer and must_roll_back(connection):
         _raise_hidden(connection)
         raise SwallowedDatabaseError(

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.db import IntegrityError, connection, connections, transaction
 
 from django_txmsg.envelope.message import Message
@@ -151,20 +152,31 @@ def test_durable_is_refused_only_in_the_handlers_own_block(mode: Any) -> None:
     assert effects() == ["once"]
 
 
-def test_a_block_left_open_elsewhere_ends_with_its_message() -> None:
+@pytest.mark.parametrize("mode", ["outbox", "none", "coroutine"])
+def test_a_block_left_open_elsewhere_fails_the_attempt(mode: Any) -> None:
+    """Otherwise the block's work would be rolled back, and the message acknowledged."""
     found: list[bool] = []
 
     def handler(message: Message) -> None:
         found.append(connections["other"].in_atomic_block)
-        transaction.atomic("other").__enter__()
+        block = transaction.atomic("other")
+        block.__enter__()
         Effect.objects.using("other").create(name="left", message_id="")
+        if message.delivery_attempt == 2:
+            block.__exit__(None, None, None)
 
-    with declared(handler) as stage, running(stage):
-        for _ in range(2):
-            send(stage.destination)
-        wait_until(lambda: len(found) == 2)
+    async def coroutine(message: Message) -> None:
+        await sync_to_async(handler)(message)
+
+    given: Any = handler
+    if mode == "coroutine":
+        given, mode = coroutine, "none"
+    with declared(given, transaction=mode) as stage:
+        send(stage.destination)
+        step(stage, times=2)
+    first_attempt_fails(BlockLeftOpen)
     assert found == [False, False]
-    assert not Effect.objects.using("other").exists()
+    assert Effect.objects.using("other").count() == 1
 
 
 @pytest.mark.postgresql
