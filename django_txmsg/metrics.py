@@ -22,6 +22,7 @@ from django.http import HttpRequest, HttpResponse
 
 from . import signals
 from .errors import ConfigurationError
+from .extras import needs
 from .monitoring import status
 from .monitoring.probe import probe
 from .monitoring.status import Place
@@ -330,12 +331,9 @@ def of_database() -> bytes:
 
 
 def _client(name: str = "prometheus_client") -> Any:
-    try:
+    client = "prometheus_client"
+    with needs("django_txmsg.metrics", "prometheus", client, error=ConfigurationError):
         return import_module(name)
-    except ImportError as error:
-        raise ConfigurationError(
-            "Metrics need prometheus-client: pip install 'django_txmsg[prometheus]'."
-        ) from error
 
 
 def _processed(

@@ -14,6 +14,7 @@ from django.db import router
 
 from . import conf
 from .errors import BrokerUnavailable, DestinationUnavailable
+from .extras import needs
 from .flows.deadlines import Deadlines
 from .models import OutboxMessage, Worker
 from .monitoring import retention
@@ -24,14 +25,8 @@ from .runtime.per_process import PerProcess
 from .scheduling.time_loop import ticked
 from .scheduling.timekeeper import Timekeeper
 
-try:
+with needs("django_txmsg.tasks", "celery", "celery"):
     from celery import shared_task
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "django_txmsg.tasks needs Celery, which is not installed. "
-        'Run: pip install "django_txmsg[celery]"',
-        name=error.name,
-    ) from error
 
 
 def _presence(using: str, service: str) -> Presence:

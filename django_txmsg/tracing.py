@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from . import wire
 from .envelope.message import Message
 from .errors import ConfigurationError
+from .extras import needs
 
 #: The name of this messaging system in OpenTelemetry's semantic conventions.
 SYSTEM = "django_txmsg"
@@ -243,10 +244,5 @@ def _propagator() -> Any:
 
 
 def _module(name: str) -> Any:
-    try:
+    with needs("Tracing", "opentelemetry", "opentelemetry", error=ConfigurationError):
         return import_module(f"opentelemetry.{name}")
-    except ImportError as error:
-        raise ConfigurationError(
-            "Tracing needs opentelemetry-api: "
-            "pip install 'django_txmsg[opentelemetry]'."
-        ) from error

@@ -16,6 +16,7 @@ from typing import Any
 from .. import conf
 from ..envelope.broker_url import split_url
 from ..errors import ConfigurationError
+from ..extras import needs
 from .base import Broker, Delivery, Outgoing, Session
 
 __all__ = [
@@ -130,15 +131,9 @@ def make_broker(alias: str, url: str) -> Broker:
         )
     known = BY_SCHEME[scheme]
     module, _, name = known.path.rpartition(".")
-    try:
+    broker = f"Broker {alias!r} ({scheme}://)"
+    with needs(broker, known.extra, known.module, error=ConfigurationError):
         kind = getattr(import_module(f"{__name__}.{module}"), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != known.module:
-            raise
-        raise ConfigurationError(
-            f"Broker {alias!r} is {scheme}://, and {known.client} is not installed. "
-            f'Run: pip install "django_txmsg[{known.extra}]"'
-        ) from error
     made: Broker = kind(alias, url)
     return made
 

@@ -15,14 +15,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-try:
+from ..extras import needs
+
+with needs("django_txmsg.celery", "celery", "celery"):
     import celery
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "django_txmsg.celery needs Celery, which is not installed. "
-        'Run: pip install "django_txmsg[celery]"',
-        name=error.name,
-    ) from error
 
 from celery.contrib.django.task import DjangoTask
 

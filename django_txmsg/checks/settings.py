@@ -20,6 +20,7 @@ from .. import brokers, conf
 from ..django_internals import settings_of
 from ..envelope.broker_url import split_url
 from ..errors import ConfigurationError
+from ..extras import install
 from ..stages import all_stages
 
 _HOW_A_BROKER_LOOKS = (
@@ -119,7 +120,7 @@ def _brokers() -> Iterator[CheckMessage]:
             scheme = entry["URL"].partition("://")[0]
             yield Error(
                 f"{where} is {scheme}://, and {absent.client} is not installed.",
-                hint=f'Run: pip install "django_txmsg[{absent.extra}]"',
+                hint=f"Run: {install(absent.extra)}",
                 id="txmsg.E004",
             )
             continue

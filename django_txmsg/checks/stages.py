@@ -22,9 +22,9 @@ from django.utils.module_loading import module_has_submodule
 from .. import brokers, codecs, conf, contracts, stages, wire
 from ..consuming.stage_middleware import prepared
 from ..django_internals import settings_of
-from ..envelope.pydantic_codec import INSTALL
 from ..envelope.redelivery import RedeliveryPolicy
 from ..errors import ConfigurationError, TxmsgError
+from ..extras import install
 from ..flows.declaration import declarations
 from ..monitoring import databases
 from ..scheduling.timetable import Recurring, recurring
@@ -165,7 +165,7 @@ def _codec(stage: Stage) -> Iterator[CheckMessage]:
         yield Error(
             f"The handler of stage {stage.name!r} takes {stage.accepts!r}, which "
             f"nothing here can read: {error}",
-            hint=f'Run: {INSTALL}, or name a codec in TXMSG["CODECS"].',
+            hint=f'Run: {install("typed")}, or name a codec in TXMSG["CODECS"].',
             id="txmsg.E012",
         )
 

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..errors import ConfigurationError, DecodeError
+from ..extras import install
 from .codec import Codec, Misfit, from_json, to_json
 from .kept_values import FieldName, changes
 
@@ -213,8 +214,6 @@ def _names(schema: Any) -> Iterator[str]:
                 yield from _names(one)
 
 
-INSTALL = 'pip install "django_txmsg[typed]"'
-
 #: Matches any number with a fraction or an exponent; may match more, never fewer.
 _FRACTION = re.compile(rb"[:\[,\s][-\d]\d*[.eE]")
 _DIGITS = ("max_digits", "decimal_places")
@@ -339,7 +338,8 @@ class PydanticCodec(Codec):
             pass
         if find_spec("pydantic") is None:
             raise ConfigurationError(
-                f"Typed messages need pydantic, which is not installed. Run: {INSTALL}"
+                "Typed messages need pydantic, which is not installed. Run: "
+                + install("typed")
             )
         from pydantic import TypeAdapter
         from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError

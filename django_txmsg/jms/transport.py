@@ -25,20 +25,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from ..extras import needs
 from .frames import Frame, FrameParser, ProtocolError, Receipt
 
 _scan = os.environ.get("STOMP_SKIP_HOSTNAME_SCAN")
 os.environ["STOMP_SKIP_HOSTNAME_SCAN"] = "1"  # importing it must not ask the DNS
 try:
-    from stomp.transport import BaseTransport
-except ModuleNotFoundError as error:
-    if str(error.name).partition(".")[0] != "stomp":
-        raise  # a dependency of stomp.py
-    raise ModuleNotFoundError(
-        "django_txmsg.jms needs stomp.py, which is not installed. "
-        'Run: pip install "django_txmsg[stomp]"',
-        name=error.name,
-    ) from error
+    with needs("django_txmsg.jms", "stomp", "stomp"):
+        from stomp.transport import BaseTransport
 finally:
     if _scan is None:
         del os.environ["STOMP_SKIP_HOSTNAME_SCAN"]

@@ -31,6 +31,7 @@ from .. import conf, wire
 from ..brokers import Outgoing, Session, find_broker, get_broker
 from ..envelope.message import new_id
 from ..errors import TxmsgError
+from ..extras import install
 from ..models import OutboxMessage, Worker
 from ..models.fields import clock
 from ..monitoring import attendance
@@ -254,7 +255,7 @@ def _notifications(alias: str) -> Examined:
             subject,
             WARNING,
             "the driver cannot listen: workers poll",
-            'pip install "django_txmsg[postgres]"',
+            install("postgres"),
         )
     return Examined(
         subject,

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from ..extras import needs
 from ..rules import dead_letters
 from ..webhook import VARIABLE as WEBHOOK_URL
 from .errors import EnvironmentFault, PipelineError, UsageError
@@ -350,18 +351,12 @@ def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
 def execute(spec: JobSpec, given: argparse.Namespace) -> int:
     """Run one job, print its summary, and return the exit code."""
     try:
-        from .jobs.running import run_job
+        with needs("The pipeline", "spark", *_EXTRA, error=EnvironmentFault):
+            from .jobs.running import run_job
 
-        outcome = run_job(complete(spec, given), given)
+            outcome = run_job(complete(spec, given), given)
     except Exception as error:
         fault = error
-        if isinstance(fault, ModuleNotFoundError):
-            missing = str(fault.name).partition(".")[0]
-            if missing in _EXTRA:
-                fault = EnvironmentFault(
-                    f"The pipeline needs {missing}, which is not installed. "
-                    'Run: pip install "django_txmsg[spark]"'
-                )
         if not isinstance(fault, PipelineError):
             # A bug. Python would exit with 1, which means findings.
             traceback.print_exc()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..extras import needs
+
 if TYPE_CHECKING:
     # One of the two is enough for type checking.
     from django.tasks import (
@@ -43,7 +45,9 @@ else:
     except ModuleNotFoundError as missing:
         if missing.name not in ("django.tasks", "django.utils.json"):
             raise
-        try:
+        with needs(
+            "On Django before 6.0, django_txmsg.tasks_backend", "tasks", "django_tasks"
+        ):
             from django_tasks import (
                 DEFAULT_TASK_QUEUE_NAME,
                 TaskContext,
@@ -57,13 +61,6 @@ else:
             from django_tasks.exceptions import TaskResultDoesNotExist
             from django_tasks.signals import task_enqueued, task_finished, task_started
             from django_tasks.utils import normalize_json
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "django_txmsg.tasks_backend needs django.tasks, which Django has from "
-                "6.0 on, or its backport, which is not installed. "
-                'Run: pip install "django_txmsg[tasks]"',
-                name=error.name,
-            ) from error
     AnyTask, AnyResult = Task, TaskResult
 
 __all__ = [

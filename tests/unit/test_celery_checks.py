@@ -157,14 +157,20 @@ def test_a_stage_cannot_consume_tasks_nor_can_the_default_broker_be_celery_s() -
         assert [code for code, _ in found()] == ["txmsg.E021"]
 
 
-def test_without_celery_the_import_says_what_to_install() -> None:
-    program = "import sys; sys.modules['celery'] = None; import django_txmsg.celery"
+@pytest.mark.parametrize("missing", ["celery", "kombu"])
+def test_without_celery_the_import_says_what_to_install(missing: str) -> None:
+    """If only a dependency of Celery is missing, the error names the dependency."""
+    program = f"import sys; sys.modules[{missing!r}] = None; import django_txmsg.celery"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True
     )
 
     assert done.returncode == 1
-    assert 'Run: pip install "django_txmsg[celery]"' in done.stderr
+    says = {
+        "celery": 'Run: pip install "django_txmsg[celery]"',
+        "kombu": "No module named 'kombu.utils'; 'kombu' is not a package",
+    }
+    assert done.stderr.rstrip().endswith(says[missing])
 
 
 def test_an_app_is_made_before_django_s_models() -> None:
