@@ -179,7 +179,7 @@ class Status:
 
     @property
     def parked(self) -> Waiting:
-        """All messages that wait for another attempt at their stage."""
+        """All messages that wait for an attempt at their stage."""
         return total(place.waiting for place in self.stages.values())
 
     @property

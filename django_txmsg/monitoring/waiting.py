@@ -38,6 +38,8 @@ class Waiting:
     overdue: int = 0
     in_flight: int = 0
     retried: int = 0
+    for_rate: int = 0
+    """For a stage: how many of them wait for a slot of the stage's rate."""
     oldest_due: dt.datetime | None = None
     name: str = ""
     """The destination, stage or queue."""
@@ -83,6 +85,7 @@ def total(parts: Iterable[Waiting]) -> Waiting:
         summed.overdue += part.overdue
         summed.in_flight += part.in_flight
         summed.retried += part.retried
+        summed.for_rate += part.for_rate
         oldest = [one for one in (summed.oldest_due, part.oldest_due) if one]
         summed.oldest_due = min(oldest, default=None)
     return summed
@@ -110,9 +113,9 @@ def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
 def in_inbox(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
-    """Return the messages that wait for another attempt, by stage. Blocked messages and
-    messages that need newer code are not counted. `held` are the paused stages. Their
-    messages never count as due."""
+    """Return the messages that wait for an attempt, by stage: for a redelivery, or for
+    a slot of the stage's rate. Blocked messages and messages that need newer code are
+    not counted. `held` are the paused stages. Their messages never count as due."""
     return _by_place(
         using,
         "django_txmsg_inboxmessage",
@@ -120,6 +123,7 @@ def in_inbox(
         inbox.RETRYING,
         due="due_at",
         retried="TRUE",
+        for_rate="slot IS NOT NULL",
         leased=rules.LEASED.sql(now="{now}"),
         most=most,
         held=held,
@@ -227,6 +231,7 @@ def _by_place(
     leased: str,
     most: int | None,
     held: Collection[str] = (),
+    for_rate: str = "FALSE",
 ) -> list[Waiting]:
     """Count the rows of each place, at most `most` rows per place, the earliest due
     times first. A place with many rows does not affect the counts of other places. If a
@@ -241,6 +246,7 @@ def _by_place(
         f"COUNT(*) FILTER (WHERE due <= {ago})",
         "COUNT(*) FILTER (WHERE leased)",
         "COUNT(*) FILTER (WHERE retried)",
+        "COUNT(*) FILTER (WHERE for_rate)",
         instant_sql(connection, f"MIN(due) FILTER (WHERE due <= {now})"),
     )
     same = " AND ".join(f"r.{name} = o.{name}" for name in columns)
@@ -249,7 +255,7 @@ def _by_place(
         {places_sql(table, columns, rule)}
         SELECT {place}, (SELECT {counts} FROM (
             SELECT {due} AS due, {leased.format(now=now)} AS leased,
-                {retried} AS retried
+                {retried} AS retried, {for_rate} AS for_rate
             FROM {table} r WHERE {same} AND {rule.sql("r")}
             ORDER BY {due} LIMIT {limit}) AS bounded)
         FROM places JOIN {table} o ON o.id = places.id ORDER BY {place}
@@ -257,12 +263,12 @@ def _by_place(
     found = []
     overdue_before = later_value(connection, -OVERDUE.total_seconds())
     for *named, counted in query(using, sql, [overdue_before]):
-        count, due_now, overdue, in_flight, again, oldest = read_array(counted)
+        count, due_now, overdue, in_flight, again, slots, oldest = read_array(counted)
         if named[-1] in held:
             due_now, overdue, oldest = 0, 0, None
         found.append(
             Waiting(
-                count, due_now, overdue, in_flight, again, read_instant(oldest),
+                count, due_now, overdue, in_flight, again, slots, read_instant(oldest),
                 name=named[-1], database=using, service=named[0],
             )
         )  # fmt: skip

@@ -260,6 +260,7 @@ def test_status_counts_every_state_and_exits_1_when_something_is_overdue() -> No
     factories.OutboxMessageFactory()
     factories.OutboxMessageFactory(created_at=factories.ago(minutes=20))
     factories.InboxMessageFactory(parked=True)
+    factories.InboxMessageFactory(parked=True, slot=3)
     factories.DeadLetterFactory()
     factories.WorkerFactory(heartbeat_at=factories.ago(minutes=2))
     factories.StageStateFactory(stage="payments.charge")
@@ -273,7 +274,8 @@ def test_status_counts_every_state_and_exits_1_when_something_is_overdue() -> No
     assert facts["overdue"] == 1
     assert facts["outbox"]["count"] == 2
     assert 1190 < facts["outbox"]["oldest_age"] < 1300
-    assert facts["redelivering"]["count"] == 1
+    waiting = facts["redelivering"]
+    assert (waiting["count"], waiting["for_rate"]) == (2, 1)
     assert facts["dead"]["count"] == 1
     assert facts["stages"]["payments.charge"]["paused"] is True
     assert facts["workers"][0]["heartbeat_age"] > 100
@@ -282,11 +284,14 @@ def test_status_counts_every_state_and_exits_1_when_something_is_overdue() -> No
 
 
 def test_message_status_prints_places_and_alarms() -> None:
+    factories.InboxMessageFactory(parked=True)
+    factories.InboxMessageFactory(parked=True, slot=3)
     factories.DeadLetterFactory(created_at=factories.ago(hours=2))
     factories.StageStateFactory(stage="payments.charge")
 
     text = run("message_status")
 
+    assert "an attempt:        2 waiting, 1 of them for a slot of the rate" in text
     assert "dead letters:                  1, oldest 2 h" in text
     assert "stage payments.charge: paused by somebody" in text
 

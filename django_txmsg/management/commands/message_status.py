@@ -71,7 +71,7 @@ class Command(DatabaseCommand):
         for title, waiting in (
             ("pending in the outbox", picture.outbox),
             ("queued in the embedded broker", picture.queued),
-            ("waiting for redelivery", picture.parked),
+            ("waiting for an attempt", picture.parked),
         ):
             line(f"{title + ':':<31}{_waiting(waiting, now)}")
         dead = f"{picture.dead:,}"
@@ -133,6 +133,7 @@ def facts(picture: Status) -> dict[str, Any]:
             "overdue": one.overdue,
             "in_flight": one.in_flight,
             "retried": one.retried,
+            "for_rate": one.for_rate,
             "oldest_age": _seconds(one.oldest_due, now),
         }
 
@@ -229,6 +230,8 @@ def facts(picture: Status) -> dict[str, Any]:
 
 def _waiting(waiting: Waiting, now: dt.datetime) -> str:
     text = f"{capped(waiting.count)} waiting"
+    if waiting.for_rate:
+        text += f", {capped(waiting.for_rate)} of them for a slot of the rate"
     if waiting.overdue:
         text += f", {capped(waiting.overdue)} of them overdue"
     if waiting.oldest_due is not None:
