@@ -13,12 +13,14 @@ from contextlib import suppress
 from .. import conf
 from ..brokers import get_broker
 from ..brokers.base import Broker, Session
+from ..envelope.broker_url import split_url
 from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..runtime.breaker import AFTER_REFUSAL, SUBSCRIPTION, Breaker
 from ..stages import Stage
 from . import modes
 
-#: Seconds for the connection without a name. Other threads and a stop wait for it.
+#: Seconds for the connection without a name, for each host of the broker. Other threads
+#: and a stop wait for it.
 SECOND_TIMEOUT = 2.0
 
 
@@ -100,8 +102,10 @@ class Subscription:
         a name of its own, which may be in use. The broker then accepts a connection
         without a name, so only the subscription is refused."""
         if self._stage.subscriber:
+            url = conf.get().BROKERS[self._stage.broker].get("URL", "")
+            hosts = split_url(url).netloc.count(",") + 1
             with suppress(BrokerUnavailable):
-                broker.hurried(SECOND_TIMEOUT).open().close()
+                broker.hurried(SECOND_TIMEOUT * hosts).open().close()
                 self._breaker.worked()
                 self.refused.failed(error)
                 return

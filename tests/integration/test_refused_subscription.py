@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -168,6 +169,27 @@ def test_the_second_connection_of_a_subscriber_has_a_short_time_out() -> None:
         assert "client-id" not in unnamed
         assert subscription._breaker.error is not None
         assert subscription.refused.error is None
+
+
+def test_each_host_has_time_to_accept_the_second_connection_of_a_subscriber() -> None:
+    """The broker has six hosts. The last host, which is the only one that is up, is far
+    away, and refuses the subscriber's name."""
+    with ScriptedBroker(CLASSIC) as distant, ThreadPoolExecutor(1) as pool:
+        url = distant.url.replace("//", "//" + "127.0.0.1:1," * 5)
+        with (
+            txmsg(BROKERS={"default": {"URL": url}}),
+            declared(effect, "topic:tests.news") as stage,
+        ):
+            distant.on("*", times=1).reject()
+            distant.on("*", times=1).park()
+            subscription = Subscription(stage, Breaker("default", 30.0))
+            opening = pool.submit(subscription.open)
+            distant.wait_for_held()
+            threading.Event().wait(0.6)  # the time that the answer is on its way
+            distant.release()
+            assert opening.result() is None
+            assert subscription._breaker.error is None
+            assert subscription.refused.error is not None
 
 
 def test_the_outage_of_a_broker_ends_although_the_subscribers_name_is_in_use(
