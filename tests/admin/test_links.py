@@ -184,7 +184,7 @@ def test_one_permission_alone_shows_no_link_that_is_refused(
 
 
 def test_all_permissions_together_lead_to_all_pages(
-    starts: list[str], admin_client: Client
+    starts: list[str], admin_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the test above could pass because the walk finds nothing."""
     opened: set[object] = set()
@@ -194,7 +194,7 @@ def test_all_permissions_together_lead_to_all_pages(
         opened.add(resolve(environ["PATH_INFO"]).url_name)
         return given(**environ)
 
-    admin_client.request = request  # type: ignore[method-assign]
+    monkeypatch.setattr(admin_client, "request", request)
     refused, buttons = walk(admin_client, starts)
 
     assert refused == set()

@@ -89,7 +89,7 @@ class Counted(DatabaseBroker):
                 with Counted.lock:
                     Counted.now -= size
 
-        session.send = counted  # type: ignore[method-assign]
+        session.send = counted  # type: ignore[method-assign]  # counts the bytes
         return session
 
 

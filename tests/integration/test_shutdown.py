@@ -54,7 +54,9 @@ def test_stop_finishes_the_running_message_and_costs_no_attempt(
     assert not InboxMessage.objects.exclude(attempts=1).exists()
 
 
-def test_a_message_received_after_the_stop_is_not_processed() -> None:
+def test_a_message_received_after_the_stop_is_not_processed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with declared(effect) as stage:
         stop = threading.Event()
         thread = thread_of(stage, stop)
@@ -66,7 +68,7 @@ def test_a_message_received_after_the_stop_is_not_processed() -> None:
             stop.set()
             return delivery
 
-        session.receive = receive  # type: ignore[method-assign,assignment]
+        monkeypatch.setattr(session, "receive", receive)
         put(stage.destination)
         thread._step()
         assert QueueMessage.objects.filter(queue=stage.destination).count() == 1

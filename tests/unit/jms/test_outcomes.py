@@ -352,7 +352,9 @@ def test_a_receipt_between_timeouts_keeps_the_connection(
 
 
 def test_a_receipt_that_beats_the_return_of_the_send_gives_one_callback_elsewhere(
-    broker: ScriptedBroker, producer: jms.MessageProducer
+    broker: ScriptedBroker,
+    producer: jms.MessageProducer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The test injects a receipt before the send returns. The callback runs once, in
     another thread. The broker's receipt arrives later, and is ignored."""
@@ -364,7 +366,7 @@ def test_a_receipt_that_beats_the_return_of_the_send_gives_one_callback_elsewher
         if entry is not None:
             link.on_frames([Receipt(entry.receipt)])
 
-    link.writer.put = put_and_answer  # type: ignore[method-assign]
+    monkeypatch.setattr(link.writer, "put", put_and_answer)
     producer.send_async(jms.Message("x"), listener)
     listener.wait_for(1)
     wait_until(lambda: link.ledger.ignored == 1)
