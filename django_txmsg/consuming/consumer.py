@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -43,11 +43,13 @@ from .stage_middleware import prepared
 from .stage_thread import StageThread
 
 
-def wake_for_parked(threads: Iterable[StageThread]) -> None:
+def wake_for_parked(
+    threads: Iterable[StageThread], between: Callable[[], object] = lambda: None
+) -> None:
     """Wake the threads of each stage that has due parked messages.
 
     Runs one query for each database. A database that is unavailable is queried again
-    later.
+    later. `between` is called between long statements.
     """
     by_alias: dict[str, dict[str, list[StageThread]]] = {}
     for thread in threads:
@@ -65,18 +67,25 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
         for name, threads in named.items():
             if threads[0].stage.ordered:
                 # First: messages that must wait longer are then not due any more.
-                _ask(threads, using, due=name in due)
+                _ask(threads, using, between, due=name in due)
             if name in due:
                 for thread in threads:
                     thread.parked_due.set()
 
 
-def _ask(threads: Sequence[StageThread], using: str, *, due: bool) -> None:
+def _ask(
+    threads: Sequence[StageThread],
+    using: str,
+    between: Callable[[], object],
+    *,
+    due: bool,
+) -> None:
     """Check whether too many messages wait at an ordered stage. If `due`, also check
     for each due waiting message whether its turn has come."""
     stage = threads[0].stage
 
     def ask() -> None:
+        ordering.notice(stage, between)
         if due:
             ordering.ask(
                 stage, all(one.has_received(ordering.grace()) for one in threads)
@@ -152,7 +161,7 @@ class Consumer:
         self._rate_until = math.inf
         self._group = ThreadGroup(self.stop)
         self._reported: set[int] = set()
-        self._beats, self._beat_at = 0, 0.0
+        self._beats, self._look_at_beat, self._beat_at = 0, 0, 0.0
 
     @property
     def handled(self) -> int:
@@ -218,6 +227,7 @@ class Consumer:
                 try:
                     group.join()
                 finally:
+                    self._end()
                     liveness.ended()
                     self._presence.leave()
 
@@ -241,13 +251,22 @@ class Consumer:
             looking = database_health.retry(
                 using, "cannot record which stages are ordered, and their rates"
             )
-            if not looking.run(partial(_record_options, replace(stage, rate=rate))):
+            between = partial(self._turned, using)
+            recording = partial(_record_options, replace(stage, rate=rate), between)
+            if not looking.run(recording):
                 continue
             self._recorded.add(name)
             if new_rate:
                 for thread in threads:
                     thread.limit(rate)
                 log.info("stage %r: its rate is now %s", name, rate)
+
+    def _end(self) -> None:
+        for threads in self._named.values():
+            ending = database_health.retry(
+                threads[0].using, "cannot record that a stage is not ordered"
+            )
+            ending.run(partial(ordering.end, threads[0].stage))
 
     def _watch(self, using: str, once: bool = False) -> None:
         """Watch one database until stopped. When a parked message is due, wake the
@@ -265,7 +284,7 @@ class Consumer:
         wakeup = notifications.Wakeup(using, notifications.WORK)
         self._begin(using)
         while not self._stop.wait(pause):
-            liveness.turned()
+            self._turned(using)
             self._begin(using)
             calm = wakeup.has_listener and self._activity.calm
             now = time.monotonic()
@@ -275,7 +294,7 @@ class Consumer:
                 self._stop_messages(using)
                 obey_at = time.monotonic() + RARELY
             if not calm or time.monotonic() >= look_at:
-                wake_for_parked(threads)
+                wake_for_parked(threads, partial(self._turned, using))
                 look_at = time.monotonic() + SELDOM
             if home:
                 self._look_after_process()
@@ -286,11 +305,17 @@ class Consumer:
     def _look_after_process(self) -> None:
         self._name_stuck()
         self.allowance.look()
-        if time.monotonic() >= self._beat_at:
+        if self._beats >= self._look_at_beat:
+            # The other process may have parked messages under other options.
+            self._recorded -= self._presence.refuse_rivals()
+            self._look_at_beat = self._beats + BEATS
+
+    def _turned(self, using: str) -> None:
+        """Report that the thread that watches a database goes on. Write a heartbeat if
+        one is due."""
+        liveness.turned()
+        if using == self._home and time.monotonic() >= self._beat_at:
             self._presence.beat(self.in_flight)
-            if self._beats % BEATS == 0:
-                # The other process may have parked messages under other options.
-                self._recorded -= self._presence.refuse_rivals()
             self._beats += 1
             self._beat_at = time.monotonic() + self._settings.CONSUME.HEARTBEAT
 
@@ -401,11 +426,11 @@ class Consumer:
         )
 
 
-def _record_options(stage: Stage) -> bool:
+def _record_options(stage: Stage, between: Callable[[], object]) -> bool:
     """Record a stage's rate, and whether the stage is ordered. Always returns True, so
     that the result of `Retry.run(_record_options)` shows whether the stage was
     recorded. `Retry.run()` returns None if the database refuses a statement."""
-    ordering.begin([stage])
+    ordering.begin([stage], between)
     lines = RateLine.objects.db_manager(stage.definition.using)
     if stage.rate is None:
         lines.no_more(stage.name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from .. import conf, wire
@@ -194,9 +194,6 @@ def ask(stage: Stage, received: bool = True) -> None:
     rows = InboxMessage.order.db_manager(stage.definition.using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
     if received:
-        if StageState.objects.db_manager(rows.db).ordered(stage.name):
-            # A process in which the stage is not ordered has come and gone.
-            rows.release_stranded(stage.name)
         rows.expire_waits(
             stage.name,
             skips=skips,
@@ -208,11 +205,24 @@ def ask(stage: Stage, received: bool = True) -> None:
         pass
 
 
-def begin(stages: Collection[Stage]) -> None:
+def notice(stage: Stage, between: Callable[[], object]) -> None:
+    """Release the messages of an ordered stage that nothing else would release, if a
+    process in which the stage is not ordered has run since. `between` is called between
+    the statements."""
+    using = stage.definition.using
+    if StageState.objects.db_manager(using).ordered(stage.name):
+        rows = InboxMessage.order.db_manager(using)
+        rows.release_stranded(stage.name, between)
+
+
+def begin(
+    stages: Collection[Stage], between: Callable[[], object] = lambda: None
+) -> None:
     """Record which of these stages are ordered, and since when. If a stage is ordered,
     release messages that nothing else would release. If a stage is not ordered, release
     all its waiting messages. If a stage is not ordered, or if the settings do not limit
-    its waiting messages, also record that the stage is not full."""
+    its waiting messages, also record that the stage is not full. `between` is called
+    between the statements."""
     limited = conf.get().ORDER_MAX_WAITING or conf.get().ORDER_MAX_BYTES
     for stage in stages:
         using = stage.definition.using
@@ -220,12 +230,20 @@ def begin(stages: Collection[Stage]) -> None:
         rows = InboxMessage.order.db_manager(using)
         if stage.ordered:
             states.ordered(stage.name)
-            rows.release_stranded(stage.name)
+            rows.release_stranded(stage.name, between)
         else:
             states.unordered(stage.name)
             rows.wait_no_more(stage.name)
         if not (stage.ordered and limited):
             states.full(stage.name, False)
+
+
+def end(stage: Stage) -> None:
+    """Record once more that a stage is not ordered, when its process ends. The messages
+    that it has processed have released no followers, so an ordered process releases
+    these now."""
+    if not stage.ordered:
+        StageState.objects.db_manager(stage.definition.using).unordered(stage.name)
 
 
 def _park(

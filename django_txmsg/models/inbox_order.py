@@ -21,7 +21,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 MEASURED = 1000
 #: Waiting rows rechecked, and released, in one statement.
 ASKED = 1000
+#: Waiting rows read in one statement that looks for stranded rows.
+READ = 10_000
 #: Seconds to wait for a predecessor that may never arrive, at a stage that does not
 #: skip: one that is on its way arrives sooner.
 ON_ITS_WAY = 120.0
@@ -500,32 +502,34 @@ class OrderManager(SqlManager):
         )
         return self._release(stage, free, [stage])
 
-    def release_stranded(self, stage: str) -> None:
+    def release_stranded(self, stage: str, between: Callable[[], object]) -> None:
         """Make waiting messages due whose predecessor does not wait any more, but has
         not released them: a process whose stage is not ordered has processed the
-        predecessor. `ask()` then checks them as usual."""
+        predecessor. `ask()` then checks them as usual. `between` is called after each
+        `READ` messages."""
         connection = connections[self.db]
-        never, more = never_sql(connection), True
-        while more:
+        never, last, read = never_sql(connection), 0, READ
+        while read == READ:
             # Read first: SQLite locks the database for as long as an UPDATE searches.
-            found = self._rows(
-                f"SELECT c.id FROM {self._table} c WHERE c.stage = %s"  # noqa: S608 - constants only
-                f" AND c.due_at >= {never} AND {waits_sql('c')}"
-                f" AND NOT {behind_sql('c')} LIMIT {ASKED}",
+            page = self._rows(
+                f"SELECT c.id, {behind_sql('c')} FROM {self._table} c"  # noqa: S608 - constants only
+                f" WHERE c.stage = %s AND c.due_at = {never} AND {waits_sql('c')}"
+                f" AND c.id > {last} ORDER BY c.id LIMIT {READ}",
                 [stage],
             )
-            if not found:
-                return
-            changed = self._changed(
-                f"UPDATE {self._table} SET due_at = {now_sql(connection)}"  # noqa: S608 - constants only
-                f" WHERE id IN (SELECT c.id FROM {self._table} c"
-                f" WHERE c.id IN ({', '.join(str(pk) for (pk,) in found)})"
-                f" AND c.due_at >= {never} AND {waits_sql('c')}"
-                f" {skip_locked_sql(connection)})",
-                [],
-            )
-            # If none was changed, other transactions have locked them all.
-            more = changed > 0 and len(found) == ASKED
+            stranded = [str(pk) for pk, behind in page if not behind]
+            for first in range(0, len(stranded), ASKED):
+                self._changed(
+                    f"UPDATE {self._table} SET due_at = {now_sql(connection)}"  # noqa: S608 - constants only
+                    f" WHERE id IN (SELECT c.id FROM {self._table} c"
+                    f" WHERE c.id IN ({', '.join(stranded[first : first + ASKED])})"
+                    f" AND c.due_at = {never} AND {waits_sql('c')}"
+                    f" {skip_locked_sql(connection)})",
+                    [],
+                )
+            read = len(page)
+            last = page[-1][0] if page else last
+            between()
 
     def _release(self, stage: str, which: str, values: list[Any]) -> int:
         return self._changed(

@@ -26,7 +26,15 @@ from django_txmsg.envelope.stage_options import (
     Rate,
     TransactionMode,
 )
-from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage, RateLine
+from django_txmsg.models import (
+    DeadLetter,
+    InboxMessage,
+    OutboxMessage,
+    RateLine,
+    StageState,
+    Worker,
+    inbox_order,
+)
 from django_txmsg.models.bulk_operation import BulkKind
 from django_txmsg.models.inbox_order import Turn
 from django_txmsg.models.queue import QueueMessage
@@ -102,12 +110,14 @@ def test_no_message_is_stuck_while_ordered_is_deployed(
     assert effects() == ["1", "2", "3"]
 
 
-def test_followers_of_a_message_that_a_peer_processed_at_its_rate_are_released() -> (
-    None
-):
+@pytest.mark.parametrize("brief", [False, True])
+def test_followers_of_a_message_that_a_peer_processed_at_its_rate_are_released(
+    *, brief: bool
+) -> None:
     """A process with the old code processes a message that has waited at an ordered
     stage, and then for a slot. The process releases nothing. When it has ended, the
-    ordered stage releases the messages behind that message."""
+    ordered stage releases the messages behind that message. This is also so if the
+    process was so brief that no consumer has read its row."""
     with declared(effect, ordered="block") as ordered:
         old = replace(ordered, ordered=None, rate=Rate.parse("1/h"))
         worker = WorkerFactory(stages=[ordered.name])
@@ -131,12 +141,44 @@ def test_followers_of_a_message_that_a_peer_processed_at_its_rate_are_released()
         assert effects() == ["first slot", "1"]
         step(ordered, times=2)
         assert effects() == ["first slot", "1"]
-        worker.delete()
-        consumer._beats = consumer._beat_at = 0
-        consumer._look_after_process()
-        consumer._begin("default")
+        if brief:
+            ordering.end(old)
+        else:
+            worker.delete()
+            consumer._look_at_beat = 0
+            consumer._look_after_process()
+            consumer._begin("default")
         settle(ordered, 4)
     assert effects()[1:] == ["1", "2", "3"]
+
+
+def test_a_process_whose_stage_is_not_ordered_records_its_end() -> None:
+    def handler(message: Message) -> None:
+        StageState.objects.ordered(message.destination)  # as an ordered process does
+
+    with declared(handler) as stage:
+        put(stage.destination)
+        Consumer([stage]).run(once=True)
+        assert StageState.objects.get(stage=stage.name).ordered_since is None
+
+
+def test_a_process_beats_while_it_looks_for_stranded_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inbox_order, "READ", 2)
+    with declared(effect, ordered="block") as stage:
+        send_chain(stage.destination, [0, 1, 2, 3, 4, 5])
+        _, *rest = taken(stage.destination)
+        deliver(stage.destination, *rest)
+        step(stage, times=5)
+        rows = InboxMessage.objects.order_by("after_at")
+        ended = rows.filter(pk=rows[3].pk)
+        ended.update(processed_at=Now(), due_at=None, waits_for=None)
+        consumer = Consumer([stage])
+        consumer._begin("default")
+        assert Worker.objects.filter(name=consumer._presence.name).exists()
+    due = rows.filter(due_at__lte=Now() + dt.timedelta(days=1))
+    assert [*due] == [rows[0], rows[4]]
 
 
 @pytest.mark.postgresql

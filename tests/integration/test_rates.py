@@ -243,7 +243,7 @@ def test_what_old_code_parked_under_its_rate_moves_after_its_end(
         step(new, parked=False)
         assert seconds_until(waiting()[-1]) > HOUR
         worker.delete()
-        consumer._beats = consumer._beat_at = 0
+        consumer._look_at_beat = 0
         consumer._look_after_process()
         consumer._begin("default")
         assert seconds_until(waiting()[-1]) < 5
@@ -256,7 +256,7 @@ def test_end_of_a_peer_applies_the_options_of_its_own_stages_again() -> None:
         consumer._begin("default")
         consumer._look_after_process()
         worker.delete()
-        consumer._beats = consumer._beat_at = 0
+        consumer._look_at_beat = 0
         consumer._look_after_process()
         with CaptureQueriesContext(connection) as queries:
             consumer._begin("default")
