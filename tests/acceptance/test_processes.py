@@ -388,9 +388,11 @@ def answers_for_a_while(url: str) -> set[tuple[int, str]]:
     [
         (["--processes", "0"], "must be 1 or more"),
         (["--processes", "many"], "must be 1 or more"),
+        (["--processes", "²"], "must be 1 or more"),
         (["--processes", "2", "--once"], "--once"),
         (["--http", "8071"], "must be HOST:PORT"),
         (["--http", "127.0.0.1:99999"], "must be HOST:PORT"),
+        (["--http", "127.0.0.1:²"], "must be HOST:PORT"),
     ],
 )
 def test_a_wrong_option_is_refused(

@@ -142,7 +142,7 @@ def address_of(text: str) -> tuple[str, int]:
     """Return the host and the port in a text. Raises CommandError if the text is not
     HOST:PORT."""
     host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
+    if not colon or not port.isdecimal() or int(port) > 65535:
         raise CommandError(
             f"--http {text!r} must be HOST:PORT, as 0.0.0.0:8071 for all interfaces."
         )
@@ -177,7 +177,7 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
         return
     if options.get("once") or options.get("reload"):
         raise CommandError("--processes goes with neither --once nor --reload.")
-    count = cores() if wanted == "auto" else int(wanted) if wanted.isdigit() else 0
+    count = cores() if wanted == "auto" else int(wanted) if wanted.isdecimal() else 0
     if count < 1:
         raise CommandError('--processes must be 1 or more, or "auto".')
     connections.close_all()
