@@ -223,16 +223,17 @@ class RateLineManager(SqlManager):
                 " WHERE stage = %s AND period <> %s",
                 [period, period, stage, period],
             )
-            which = "i.stage = %s"
+            which = "i.stage = %s AND i.lease_token IS NULL"
             if not cursor.rowcount:
                 which += f" AND i.due_at > {self._due(LATE)}"
             self._move(cursor, which, [stage])
 
     def no_more(self, stage: str) -> None:
         """Release all messages that wait for a slot of a stage. Call this if the stage
-        no longer has a rate."""
+        no longer has a rate. Skip claimed messages: the row of a message stays locked
+        while its handler runs."""
         waiting = InboxMessage.objects.using(self.db).filter(
-            stage=stage, slot__isnull=False, due_at__isnull=False
+            stage=stage, slot__isnull=False, due_at__isnull=False, lease_token=None
         )
         waiting.update(due_at=Now(), slot=None, key="")
 
