@@ -1,7 +1,7 @@
-"""Parses a broker's URL, which may list several hosts.
+"""Parses a broker's URL, which may list several hosts, and the options in its query.
 
-All code that reads a URL from `TXMSG["BROKERS"]` uses this module. The module only
-checks the form of the URL. Each broker class validates the parts.
+All code that reads a URL from `TXMSG["BROKERS"]` uses this module. Each broker class
+validates the parts that only its own URLs have.
 """
 
 from __future__ import annotations
@@ -9,8 +9,13 @@ from __future__ import annotations
 import difflib
 import re
 import ssl
-from collections.abc import Collection
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any, ClassVar, TypeVar, get_type_hints
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from ..errors import MAX_SECONDS
 
 #: Options of a URL's query that are secret.
 _SECRET = re.compile(r"((?:password|passcode|secret|token)=)[^&#]*", re.IGNORECASE)
@@ -83,15 +88,6 @@ def read_url(url: str) -> tuple[SplitResult, dict[str, str]]:
         raise ValueError(f"{shown} is not a broker URL: {error}") from None
 
 
-def check_option(name: str, known: Collection[str]) -> None:
-    """Raise ValueError for an unknown option. The error suggests the most similar known
-    option."""
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"Unknown broker option {name!r}.{hint}")
-
-
 def hurry(url: str, timeout: float) -> str:
     """Add short time-outs to a URL, except those that the URL sets already. The time to
     connect is divided among the hosts, so that a silent host leaves time for the next
@@ -109,7 +105,7 @@ def hurry(url: str, timeout: float) -> str:
     return parts._replace(query="&".join(filter(None, [parts.query, *more]))).geturl()
 
 
-def read_address(text: str, default_port: int) -> tuple[str, int]:
+def _read_address(text: str, default_port: int) -> tuple[str, int]:
     """Return the host name and the port of one host in a URL. Raises ValueError if the
     text is not a host and port."""
     host, bracket, port = text.rpartition("]")
@@ -126,13 +122,119 @@ def read_address(text: str, default_port: int) -> tuple[str, int]:
     return unquote(host), int(port) if port else default_port
 
 
-def tls_context(
-    ca: str | None, cert: str | None, key: str | None, key_password: str | None
-) -> ssl.SSLContext:
-    """Return a TLS context that always verifies the broker's certificate and host name.
-    Raises OSError or ssl.SSLError if a file cannot be read."""
-    context = ssl.create_default_context(cafile=ca)
-    if cert is not None:
-        # Without a password OpenSSL would prompt for one on the terminal.
-        context.load_cert_chain(cert, key, key_password or "")
-    return context
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """The options of a connection to a server, for each protocol. Each option can also
+    be set in the URL's query, except `tls`."""
+
+    #: Seconds to connect and log in to one host.
+    connect_timeout: float = 10.0
+    #: Seconds until a send or request without an answer counts as outcome unknown.
+    send_timeout: float = 30.0
+    #: Seconds to wait for the answer to a close.
+    close_timeout: float = 5.0
+    #: Most bytes of one session's sends without an outcome before the next one waits.
+    max_in_flight_bytes: int = 16 * 1024 * 1024
+    #: File of the certificate authority to trust, instead of the system's.
+    ca: str | None = None
+    #: File of the client's certificate, and of its key when not in the same file.
+    cert: str | None = None
+    key: str | None = None
+    #: Password of the key, if it is encrypted.
+    key_password: str | None = field(default=None, repr=False)
+    #: Created from the scheme and the three files.
+    tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+
+    #: Options that may be 0. All other numbers must be more.
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"heartbeat"})
+    #: The greatest values of options that are not seconds, or have a smaller range.
+    most: ClassVar[Mapping[str, float]] = {"max_in_flight_bytes": 2**40}
+
+    def with_tls(self) -> Any:
+        """Return these options with a TLS context that always verifies the broker's
+        certificate and host name. If the options have a context already, return them
+        unchanged. Raises OSError or ssl.SSLError if a file cannot be read."""
+        if self.tls is not None:
+            return self
+        context = ssl.create_default_context(cafile=self.ca)
+        if self.cert is not None:
+            # Without a password OpenSSL would prompt for one on the terminal.
+            context.load_cert_chain(self.cert, self.key, self.key_password or "")
+        return replace(self, tls=context)
+
+
+Options = TypeVar("Options", bound=ConnectionOptions)
+
+
+def read_connection(
+    url: str, kind: type[Options], ports: Mapping[str, int], given: Mapping[str, Any]
+) -> tuple[Options, list[tuple[str, int]]]:
+    """Return the options and the addresses of a URL. `ports` has the default port of
+    each scheme, the scheme without TLS first. The options in `given` override the
+    options in the URL's query.
+
+    Raises ValueError for an unknown scheme, a malformed URL or an unknown option, and
+    OSError or ssl.SSLError if a certificate file cannot be read.
+    """
+    parts, query = read_url(url)
+    plain, encrypted = ports
+    if parts.scheme not in ports:
+        raise ValueError(
+            f"{without_password(url)} is not a broker URL: it starts with "
+            f"{plain}:// or {encrypted}://."
+        )
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    user, colon, password = credentials.partition(":")
+    login = {"user": unquote(user)} if credentials else {}
+    if colon:
+        login["password"] = unquote(password)
+    options = _read_options(kind, {**login, **query}, given)
+    if parts.scheme == encrypted:
+        options = options.with_tls()
+    elif options.ca or options.cert:
+        article = "an" if encrypted.startswith("a") else "a"
+        raise ValueError(f"ca and cert need {article} {encrypted}:// URL.")
+    port = ports[parts.scheme]
+    return options, [_read_address(host, port) for host in hosts.split(",")]
+
+
+def _read_options(
+    kind: type[Options], written: Mapping[str, str], given: Mapping[str, Any]
+) -> Options:
+    hints = get_type_hints(kind)
+    known = {one.name: hints[one.name] for one in fields(kind)}
+    if "tls" not in given:
+        del known["tls"]
+    read: dict[str, Any] = {}
+    for name, value in {**written, **given}.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            more = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"Unknown broker option {name!r}.{more}")
+        try:
+            read[name] = _value(known[name], value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"Broker option {name}={value!r} is wrong: {error}"
+            ) from None
+    options = kind(**read)
+    for name, hint in known.items():
+        if hint not in (int, float):
+            continue
+        number, zero = getattr(options, name), name in kind.may_be_zero
+        if not (number > 0 or (number == 0 and zero)):
+            low = "not be negative" if zero else "be more than 0"
+            raise ValueError(f"Broker option {name} must {low}.")
+        if number > kind.most.get(name, MAX_SECONDS):
+            raise ValueError(f"Broker option {name} is too large.")
+    return options
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if hint is bool:
+        if value not in ("yes", "no"):
+            raise ValueError("it is yes or no.")
+        return value == "yes"
+    if hint in (int, float) or (isinstance(hint, type) and issubclass(hint, Enum)):
+        return hint(value)
+    return value

@@ -8,22 +8,14 @@ the error suggests the most similar known option.
 from __future__ import annotations
 
 import asyncio
-import ssl
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
-from urllib.parse import unquote
+from typing import Any, ClassVar
 
 from ..envelope import broker_url
-from ..envelope.broker_url import (
-    check_option,
-    read_address,
-    tls_context,
-    without_password,
-)
+from ..envelope.broker_url import ConnectionOptions, without_password
 from . import frames
 from .dialect import BY_NAME
 from .errors import IllegalStateError
@@ -51,8 +43,9 @@ class Policy(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """The options of a connection. Each option can also be set in the URL's query."""
+class Options(ConnectionOptions):
+    """The options of a connection. Each option can also be set in the URL's query,
+    except `tls`, for which you can pass a context of your own."""
 
     user: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -67,16 +60,8 @@ class Options:
     client_id: str | None = None
     #: Seconds between heartbeats in both directions; 0 for none.
     heartbeat: float = 10.0
-    #: Seconds to connect and log in to one host.
-    connect_timeout: float = 10.0
-    #: Seconds until a send or request without an answer counts as outcome unknown.
-    send_timeout: float = 30.0
-    #: Seconds to wait for DISCONNECT's receipt; a close that waits longer warns.
-    close_timeout: float = 5.0
-    #: Most sends of one session without an outcome before the next one blocks ...
+    #: Most sends of one session without an outcome before the next one blocks.
     max_in_flight: int = 256
-    #: ... and their bytes.
-    max_in_flight_bytes: int = 16 * 1024 * 1024
     #: Most bytes of waiting frames that are written at once.
     coalesce_bytes: int = 64 * 1024
     #: A connection is given up when this many frames in a row had no answer in time and
@@ -88,15 +73,9 @@ class Options:
     #: event loop.
     in_atomic: Policy = Policy.WARN
     on_event_loop: Policy = Policy.ALLOW
-    #: File of the certificate authority to trust, instead of the system's.
-    ca: str | None = None
-    #: File of the client's certificate, and of its key when not in the same file.
-    cert: str | None = None
-    key: str | None = None
-    #: Password of the key, if it is encrypted.
-    key_password: str | None = field(default=None, repr=False)
-    #: Created from the scheme and the three files; or pass your own.
-    tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+    may_be_zero: ClassVar[frozenset[str]] = frozenset(
+        {"heartbeat", "give_up_after_timeouts"}
+    )
 
     def check_asynchronous(self) -> None:
         """Apply the policies to a send that has a listener or a future.
@@ -133,69 +112,17 @@ def read_url(url: str, given: dict[str, Any]) -> tuple[Options, list[tuple[str, 
     Raises ``ValueError`` for a malformed URL or an unknown option, and ``OSError`` or
     ``ssl.SSLError`` if a certificate file cannot be read.
     """
-    shown = without_password(url)
-    parts, query = broker_url.read_url(url)
-    if parts.scheme not in DEFAULT_PORTS:
-        raise ValueError(
-            f"{shown} is not a broker URL: it starts with "
-            f"{' or '.join(f'{scheme}://' for scheme in DEFAULT_PORTS)}."
-        )
-    credentials, _, hosts = parts.netloc.rpartition("@")
+    options, addresses = broker_url.read_connection(url, Options, DEFAULT_PORTS, given)
+    parts = broker_url.split_url(url)
     if parts.path not in ("", "/") or parts.fragment:
+        shown = without_password(url)
         raise ValueError(f"{shown}: a virtual host goes into the query, ?vhost=NAME.")
-    user, colon, password = credentials.partition(":")
-    read: dict[str, Any] = {"user": unquote(user) if credentials else None}
-    read["password"] = unquote(password) if colon else None
-    options = _read_options({**read, **query, **given})
-    if parts.scheme == "stomp+ssl" and options.tls is None:
-        options = replace(
-            options,
-            tls=tls_context(
-                options.ca, options.cert, options.key, options.key_password
-            ),
-        )
-    elif parts.scheme == "stomp" and (options.ca or options.cert):
-        raise ValueError("ca and cert need a stomp+ssl:// URL.")
-    default_port = DEFAULT_PORTS[parts.scheme]
-    return options, [read_address(host, default_port) for host in hosts.split(",")]
-
-
-def _read_options(given: dict[str, Any]) -> Options:
-    known: dict[str, Callable[[Any], Any]] = {
-        f.name: _reader(str(f.type)) for f in fields(Options)
-    }
-    read: dict[str, Any] = {}
-    for name, value in given.items():
-        check_option(name, known)
-        try:
-            read[name] = known[name](value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"Broker option {name}={value!r} is wrong: {error}"
-            ) from None
-    options = Options(**read)
     if options.dialect is not None and options.dialect not in BY_NAME:
         raise ValueError(
             f"Unknown dialect {options.dialect!r}; known are {', '.join(BY_NAME)}."
         )
-    for name in ("connect_timeout", "send_timeout", "close_timeout", "max_in_flight",
-                 "max_in_flight_bytes", "coalesce_bytes",
-                 "callback_threads"):  # fmt: skip
-        if not getattr(options, name) > 0:
-            raise ValueError(f"Broker option {name} must be more than 0.")
-    if options.heartbeat < 0:
-        raise ValueError("Broker option heartbeat must not be negative.")
     frames.encode_connect(options.connect_headers("host"))  # raises, if it cannot be
-    return options
-
-
-def _reader(annotation: str) -> Callable[[Any], Any]:
-    readers: dict[str, Callable[[Any], Any]] = {
-        "float": float,
-        "int": int,
-        "Policy": Policy,
-    }
-    return readers.get(annotation, lambda value: value)
+    return options, addresses
 
 
 def _apply(policy: Policy, text: str) -> None:
