@@ -110,7 +110,8 @@ def send(
     in_transaction = session.link.dialect.commit_proves_sends and not isolate
     keys = keys or [""] * len(messages)
     left_open: Transaction | None = None
-    for part in _parts(session, _unspoilt(encoded, keys, outcomes), one_by_one=isolate):
+    for whole in _parts(session, encoded, one_by_one=isolate):
+        part = _unspoilt(whole, keys, outcomes)
         together = in_transaction and len(part) >= _WORTH_A_TRANSACTION
         transaction = Transaction(session.link) if together else None
         if transaction is None or not _ended(transaction, part, outcomes, timeout):
@@ -120,7 +121,7 @@ def send(
                 sent = _unspoilt(wave, keys, outcomes)
                 if sent:
                     _with_receipts(session, sent, outcomes, timeout)
-        if isolate and isinstance(outcomes[part[0][0]], SendRejectedError):
+        if isolate and isinstance(outcomes[whole[0][0]], SendRejectedError):
             # A broker that hangs up after its ERROR must not take down the next
             # message.
             with contextlib.suppress(MessagingError):

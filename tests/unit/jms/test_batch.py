@@ -77,6 +77,21 @@ def test_on_activemq_only_the_refused_message_is_rejected(
     assert not session.connection.failed
 
 
+def test_a_refused_message_holds_back_its_key_in_the_next_part_of_the_batch(
+    broker: ScriptedBroker, session: jms.Session
+) -> None:
+    """A batch of more than a thousand messages is sent in two transactions."""
+    broker.on("SEND", where=lambda f: f.text == "7").reject("not authorised")
+    keys = ["k" if n in (7, 1100) else "" for n in range(1200)]
+
+    outcomes = session.send_batch(batch_of(1200), keys=keys)
+
+    assert isinstance(outcomes[7], jms.SendRejectedError)
+    assert isinstance(outcomes[1100], jms.SendHeldBackError)
+    stored = [int(message.body) for message in broker.stored(ADDRESS)]
+    assert stored == [n for n in range(1200) if n not in (7, 1100)]
+
+
 def test_a_refused_transaction_ends_the_connection_when_each_message_has_its_outcome(
     broker: ScriptedBroker, session: jms.Session
 ) -> None:
