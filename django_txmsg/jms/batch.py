@@ -248,12 +248,7 @@ def _ended(
         if link.error is None:
             return False
         text = "was not stored: the connection ended before its transaction's COMMIT"
-        error = ConnectionLostError(
-            f"The message {text}: {rolled_back}",
-            written=False,
-            broker_message=link.error.broker_message,
-            silent=link.error.silent,
-        )
+        error = link.error.unwritten(f"The message {text}: {rolled_back}")
     except ConnectionLostError as lost:
         error = lost
     except TransactionInDoubtError as in_doubt:

@@ -16,14 +16,13 @@ for the callback itself, the method raises an error.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, Protocol, cast, runtime_checkable
 
 from .errors import IllegalStateError, MessagingError
@@ -31,8 +30,6 @@ from .message import Message
 
 logger = logging.getLogger("django_txmsg.jms.pool")
 
-#: Seconds that an exiting process gives its outstanding sends.
-EXIT_BUDGET = 2.0
 _NOT_OF_A_POOL = contextlib.nullcontext()
 
 
@@ -54,14 +51,14 @@ class CompletionPool:
         """Create a pool without threads. The first task starts a thread."""
         self._max_workers = max_workers
         self._idle_seconds = idle_seconds
-        self._tasks: deque[Callable[[], None]] = deque()
+        self._tasks: deque[Callable[[], object]] = deque()
         self._changed = threading.Condition()
         self._idle = 0
         self._workers = 0
         #: Whether tasks wait for a thread that could not be started.
         self.stranded = False
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], object]) -> None:
         """Queue the task for a thread of the pool."""
         with self._changed:
             self._tasks.append(task)
@@ -141,27 +138,6 @@ def waiting() -> contextlib.AbstractContextManager[None]:
     return _NOT_OF_A_POOL if pool is None else pool._lent()
 
 
-def drain_at_exit(waiters: Callable[[], list[Callable[[float], int]]]) -> None:
-    """When the interpreter exits, wait briefly for outstanding sends. Then log the
-    number of sends without an outcome.
-
-    ``waiters`` returns one function for each open connection. Each function waits at
-    most until a monotonic time, and returns the number of sends without an outcome.
-    """
-
-    def drain() -> None:
-        give_up = time.monotonic() + EXIT_BUDGET
-        left = sum(wait(give_up) for wait in waiters())
-        if left:
-            logger.warning(
-                "%d asynchronous sends had no outcome when the process ended; close "
-                "the connection before exit to wait for them.",
-                left,
-            )
-
-    atexit.register(drain)
-
-
 def run_for(scope: tuple[object, ...]) -> tuple[object, ...]:
     """Mark this thread as running a callback of the objects in `scope`: a link, a
     session and a producer. Return the previous scope."""
@@ -198,24 +174,6 @@ class CompletionListener(Protocol):
         the broker has stored the message."""
 
 
-class _Callables:
-    """A completion listener made of two callables."""
-
-    def __init__(
-        self,
-        on_completion: Callable[[Message], object],
-        on_exception: Callable[[Message, MessagingError], object],
-    ) -> None:
-        self._on_completion = on_completion
-        self._on_exception = on_exception
-
-    def on_completion(self, message: Message) -> None:
-        self._on_completion(message)
-
-    def on_exception(self, message: Message, error: MessagingError) -> None:
-        self._on_exception(message, error)
-
-
 def as_listener(listener: object) -> CompletionListener:
     """Return a completion listener. ``listener`` is a completion listener, which is
     returned unchanged, or a pair ``(on_completion, on_exception)`` of callables.
@@ -227,16 +185,16 @@ def as_listener(listener: object) -> CompletionListener:
         and len(listener) == 2
         and all(map(callable, listener))
     ):
-        return _Callables(*listener)
+        listener = SimpleNamespace(on_completion=listener[0], on_exception=listener[1])
     # Much cheaper, for each send, than isinstance() with the protocol.
-    if callable(getattr(listener, "on_completion", None)) and callable(
+    elif not callable(getattr(listener, "on_completion", None)) or not callable(
         getattr(listener, "on_exception", None)
     ):
-        return cast("CompletionListener", listener)
-    raise ValueError(
-        "A completion listener has on_completion(message) and "
-        f"on_exception(message, error), or is a pair of callables; got {listener!r}."
-    )
+        raise ValueError(
+            "A completion listener has on_completion(message) and on_exception"
+            f"(message, error), or is a pair of callables; got {listener!r}."
+        )
+    return cast("CompletionListener", listener)
 
 
 class CompletionFuture(Future["Message"]):

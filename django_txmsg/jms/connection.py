@@ -10,7 +10,9 @@ can be chained, as in Jakarta Messaging's simplified API: ::
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 import warnings
 import weakref
 from dataclasses import replace
@@ -27,6 +29,8 @@ from .message import DeliveryMode, Message
 from .options import Options, read_url
 from .session import Session
 
+#: Seconds that an exiting process gives its outstanding sends.
+EXIT_BUDGET = 2.0
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
@@ -49,7 +53,7 @@ class Connection(Liveness):
         if link is not None and not (self._closing or link.inherited):
             text = f"{self!r} was not closed"
             warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
-            link.drop()
+            link.transport.drop()
 
     def create_session(
         self,
@@ -299,12 +303,23 @@ class ConnectionFactory:
 
 def _abandon_all() -> None:
     for connection in list(_open):
-        connection.link.abandon()
+        connection.link.transport.abandon()
     _open.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
-completion.drain_at_exit(
-    lambda: [connection.wait_for_sends for connection in list(_open)]
-)
+
+
+@atexit.register
+def _drain_all() -> None:
+    """When the interpreter exits, wait briefly for outstanding sends. Then log the
+    number of sends without an outcome."""
+    give_up = time.monotonic() + EXIT_BUDGET
+    left = sum(connection.wait_for_sends(give_up) for connection in list(_open))
+    if left:
+        completion.logger.warning(
+            "%d asynchronous sends had no outcome when the process ended; close "
+            "the connection before exit to wait for them.",
+            left,
+        )

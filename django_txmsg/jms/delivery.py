@@ -24,6 +24,8 @@ from .message import (
 )
 
 _MILLISECOND = timedelta(milliseconds=1)
+#: The header line of a message that the broker keeps through a restart.
+_KEPT = b"persistent:true\n"
 #: The fixed bits of a random UUID, version and variant, and the mask of the others.
 _VERSION_4 = 4 << 76 | 0b10 << 62
 _RANDOM_BITS = ~(0xF << 76 | 0b11 << 62)
@@ -161,7 +163,7 @@ def encode_message(
             headers |= held_by
     head = b"%s%s%s" % (
         address_lines(via),
-        dialect.mode_header(persistent=delivery.mode is DeliveryMode.PERSISTENT),
+        _KEPT if delivery.mode is DeliveryMode.PERSISTENT else dialect.volatile_line,
         frames.header_lines(headers.items()),
     )
     mode, priority = delivery.mode, delivery.priority

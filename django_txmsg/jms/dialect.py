@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from urllib.parse import quote
 
@@ -55,12 +55,20 @@ class Dialect:
     message_ids_stay: bool = True
     #: An acknowledgement in a transaction waits for its COMMIT.
     acks_join_transaction: bool = True
+    #: A durable subscription belongs also to the connection's client id.
+    durable_needs_client_id: bool = True
+    #: One frame both ends a subscription and deletes its queue.
+    deletes_durable_while_in_use: bool = False
     #: If a subscription ends while a delivery is under way, the broker answers ERROR
     #: and ends the connection.
     late_deliveries_fail: bool = False
     #: JMS clients may consume a message; the header `amq-msg-type` makes it a text
     #: message.
     serves_jms: bool = True
+    #: The header line of a message that the broker need not keep through a restart.
+    volatile_line: bytes = b"persistent:false\n"
+    #: Patterns, separated by commas, of queues that exist, of any type.
+    existing: str = ""
 
     def address(self, destination: Destination) -> str:
         """Return the broker's address of the destination.
@@ -75,11 +83,6 @@ class Dialect:
                     f"{character!r} has a meaning of its own there. Rename it."
                 )
         return f"/topic/{name}" if destination.is_topic else f"/queue/{name}"
-
-    def with_existing(self, existing: str) -> Dialect:
-        """Return a dialect that does not declare queues whose names match these
-        patterns."""
-        return self
 
     def send_headers(self, destination: Destination) -> dict[str, str]:
         """Return the headers that every SEND to this destination must have."""
@@ -96,11 +99,6 @@ class Dialect:
                 raise MessageFormatError(
                     f"Header {name} is a whole number on {self.name}, not {value!r}."
                 )
-
-    def mode_header(self, *, persistent: bool) -> bytes:
-        """Return the SEND header that tells the broker whether to keep the message
-        through a restart."""
-        return b"persistent:true\n" if persistent else b"persistent:false\n"
 
     def blames_frame(self, broker_message: str) -> bool:
         """Return True if an ERROR without a receipt id means that the broker refuses a
@@ -148,17 +146,6 @@ class Dialect:
         UNSUBSCRIBE."""
         return {"activemq.subscriptionName": subscription}
 
-    @property
-    def durable_needs_client_id(self) -> bool:
-        """Return True if the broker identifies a durable subscription also by the
-        connection's client id."""
-        return True
-
-    @property
-    def deletes_durable_while_in_use(self) -> bool:
-        """Return True if one frame both ends the subscription and deletes its queue."""
-        return False
-
 
 #: Most bytes of a header's name, and of values that AMQP stores in a property.
 MAX_PROPERTY = 255
@@ -189,10 +176,13 @@ class RabbitMQDialect(Dialect):
     errors_name_receipts: bool = False
     answers_inside_transaction: bool = False
     message_ids_stay: bool = False
+    durable_needs_client_id: bool = False
+    deletes_durable_while_in_use: bool = True
     late_deliveries_fail: bool = True
     serves_jms: bool = False
-    #: Patterns of existing queues, of any type.
-    existing: tuple[str, ...] = ()
+    #: With ``persistent:false`` RabbitMQ declares the queue as exclusive to this
+    #: connection, and deletes it at the connection's end.
+    volatile_line: bytes = b""
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
         """Refuse the headers that the base class refuses, and headers that are too long
@@ -210,15 +200,11 @@ class RabbitMQDialect(Dialect):
                     f"{MAX_PROPERTY}."
                 )
 
-    def with_existing(self, existing: str) -> Dialect:
-        """Return a dialect that addresses the queues with these names as
-        ``/amq/queue/NAME``, which declares no queue. ``/queue/NAME`` would declare a
-        classic queue, and fail if the queue has another type."""
-        return replace(self, existing=tuple(filter(None, existing.split(","))))
-
     def address(self, destination: Destination) -> str:
         """Return the address with a percent-encoded name, because RabbitMQ decodes
-        percent escapes."""
+        percent escapes. The address of a queue in ``existing`` is
+        ``/amq/queue/NAME``, which declares no queue. ``/queue/NAME`` would declare a
+        classic queue, and fail if the queue has another type."""
         Dialect.address(self, destination)
         kind = "topic" if destination.is_topic else "queue"
         if kind == "queue" and self._exists(destination.name):
@@ -228,14 +214,8 @@ class RabbitMQDialect(Dialect):
     def _exists(self, name: str) -> bool:
         # Delay queues are always declared here.
         return not _OF_A_DELAY.search(name) and any(
-            fnmatchcase(name, pattern) for pattern in self.existing
+            fnmatchcase(name, pattern) for pattern in self.existing.split(",")
         )
-
-    def mode_header(self, *, persistent: bool) -> bytes:
-        """Return the header ``persistent:true``, or no header for a volatile message.
-        With ``persistent:false`` RabbitMQ declares the queue as exclusive to this
-        connection, and deletes it at the connection's end."""
-        return b"persistent:true\n" if persistent else b""
 
     def blames_frame(self, broker_message: str) -> bool:
         """Return True if the ERROR means that RabbitMQ refuses a frame. Return False if
@@ -283,16 +263,6 @@ class RabbitMQDialect(Dialect):
             "auto-delete": "false",
             "x-queue-name": subscription,
         }
-
-    @property
-    def durable_needs_client_id(self) -> bool:
-        """Return False: the queue's name alone identifies the subscription."""
-        return False
-
-    @property
-    def deletes_durable_while_in_use(self) -> bool:
-        """Return True: the frame that ends the subscription deletes its queue."""
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,9 +313,5 @@ def recognize(server: str) -> Dialect:
     An unknown server is treated as ActiveMQ Classic, because most brokers use
     ActiveMQ's form of destination names, and every broker confirms a send by a receipt.
     """
-    lowered = server.lower()
-    if "artemis" in lowered:
-        return ARTEMIS
-    if "rabbitmq" in lowered:
-        return RABBITMQ
-    return ACTIVEMQ
+    named = (one for one in (ARTEMIS, RABBITMQ) if one.name in server.lower())
+    return next(named, ACTIVEMQ)

@@ -123,6 +123,14 @@ class SendTimeoutError(SendOutcomeUnknownError, TimeoutError):
 class ConnectionLostError(SendOutcomeUnknownError, ConnectionError):
     """The connection ended before the receipt arrived."""
 
+    def unwritten(self, text: str) -> ConnectionLostError:
+        """Return an error for a frame that was not written, because the connection had
+        already ended with this error."""
+        more = self.broker_message
+        return ConnectionLostError(
+            text, written=False, broker_message=more, silent=self.silent
+        )
+
 
 class TransactionRolledBackError(MessagingError):
     """The transaction is aborted. Its messages are not sent, and its received messages

@@ -115,8 +115,6 @@ class _TooLong:
     """A frame whose body is too long to keep. The parser keeps only the beginning of
     the body."""
 
-    __slots__ = ("_frame", "_kept", "_left")
-
     def __init__(self, frame: Frame, length: int | None) -> None:
         """``length`` is the length of the body, or None if only a NUL marks the end of
         the body."""
@@ -150,10 +148,6 @@ class _TooLong:
 
 class FrameParser:
     """Parses the bytes of one connection, in pieces of any size, into frames."""
-
-    __slots__ = (
-        "_chunks", "_have", "_max_body", "_need", "_tail", "_too_long", "_wants_nul",
-    )  # fmt: skip
 
     def __init__(self, max_body: int = MAX_BODY_BYTES) -> None:
         """Create a parser that expects the start of a frame. If a body is longer than

@@ -13,7 +13,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from types import TracebackType
 from typing import Protocol
 
 from .errors import (
@@ -315,12 +314,7 @@ class Whole:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None:
             self.broken_by(error)
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from weakref import WeakMethod
 
 from . import frames
@@ -84,9 +85,7 @@ class Link:
         """
         self.address = address
         self.options = options
-        self.dialect = BY_NAME[options.dialect or "activemq"].with_existing(
-            options.existing
-        )
+        self.dialect = BY_NAME[options.dialect or "activemq"]
         self.server = ""
         self.lock = threading.RLock()
         #: Notified when room, an outcome or an end may concern a waiting thread.
@@ -113,18 +112,16 @@ class Link:
         #: Whether the connection is being closed, which ends its subscriptions.
         self.ending = False
         self._send_every: float | None = None
-        self._transport = Transport(
-            address, self, tls=options.tls, connect_timeout=options.connect_timeout
-        )
+        self.transport = Transport(address, self, options)
         self.writer = Writer(
-            self._transport, self.lock, self.ledger, options, self.tick, self.on_lost
+            self.transport, self.lock, self.ledger, options, self.tick, self.on_lost
         )
         try:
             self._log_in()
         except BaseException:
             self.closed = True
-            self._transport.disconnect_socket()
-            self._transport.join(1.0)
+            self.transport.disconnect_socket()
+            self.transport.join(1.0)
             raise
         self.writer.start(self._send_every)
 
@@ -145,13 +142,7 @@ class Link:
         if self._pid != os.getpid():
             self.check_own()
         if self.error is not None:
-            text = str(self.error)
-            raise ConnectionLostError(
-                text,
-                written=False,
-                broker_message=self._broker_message,
-                silent=self.error.silent,
-            )
+            raise self.error.unwritten(str(self.error))
         if self.closed:
             raise IllegalStateError("The connection is closed.")
 
@@ -177,9 +168,9 @@ class Link:
         options = self.options
         login = frames.encode_connect(options.connect_headers(self.address[0]))
         give_up = time.monotonic() + options.connect_timeout
-        self._transport.start()
+        self.transport.start()
         left = max(0.01, give_up - time.monotonic())
-        self._transport.write(login, timeout=left)
+        self.transport.write(login, timeout=left)
         answered = self._connected.wait(max(0.0, give_up - time.monotonic()))
         if self._refusal or not answered:
             why = (
@@ -227,7 +218,8 @@ class Link:
     def _on_connected(self, headers: dict[str, str]) -> None:
         self.server = headers.get("server", "")
         if self.options.dialect is None:
-            self.dialect = recognize(self.server).with_existing(self.options.existing)
+            self.dialect = recognize(self.server)
+        self.dialect = replace(self.dialect, existing=self.options.existing)
         version = headers.get("version", "1.0")
         if version != "1.2":
             self._refusal = f"it speaks STOMP {version}, not 1.2"
@@ -240,7 +232,7 @@ class Link:
         if ours and wants:
             self._send_every = max(ours, wants) / 2
         if ours and sends:
-            self._transport.silence_limit = 2 * max(ours, sends)
+            self.transport.silence_limit = 2 * max(ours, sends)
         self._connected.set()
 
     def _on_error(self, frame: frames.Frame) -> None:
@@ -314,7 +306,7 @@ class Link:
             self._to_log.append(str(self.error))
             self.writer.stop()
             self.ledger.lose(reason, self._broker_message, silent=silent)
-            self._transport.disconnect_socket()
+            self.transport.disconnect_socket()
             self.wake_all()
             tell = self._on_lost()
             if tell is not None:
@@ -427,11 +419,6 @@ class Link:
         except MessagingError as error:  # an unanswered DISCONNECT does no harm
             logger.debug("DISCONNECT was not answered: %s", error)
 
-    def drop(self) -> None:
-        """End the threads. Take no lock, because a finalizer may call this method in
-        any thread at any time."""
-        self._transport.drop()
-
     def close(self) -> None:
         """End both threads and close the socket. The outcome of all pending frames
         becomes unknown."""
@@ -440,11 +427,6 @@ class Link:
             self.writer.stop()
             self.ledger.lose("the connection was closed", self._broker_message)
             self.wake_all()
-        self._transport.disconnect_socket()
+        self.transport.disconnect_socket()
         self.writer.join(5.0)
-        self._transport.join(5.0)
-
-    def abandon(self) -> None:
-        """Close the socket in a forked child. The parent process keeps its
-        connection."""
-        self._transport.abandon()
+        self.transport.join(5.0)

@@ -11,7 +11,6 @@ import abc
 import time
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import TypeVar
 
 from .dialect import Dialect
@@ -35,12 +34,7 @@ class Closing(abc.ABC):
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -129,7 +123,7 @@ class Liveness(Closing):
     def _on_lost(self, error: MessagingError) -> None:
         listeners, self._failure_listeners = self._failure_listeners, []
         for listener in listeners:
-            self.link.pool.submit(partial(_tell, listener, error))
+            self.link.pool.submit(partial(listener, error))
 
     def stop(self) -> None:
         """Pause all consumers, without waiting for them. Sending is not affected."""
@@ -144,7 +138,3 @@ class Liveness(Closing):
         with self.link.lock:
             self.link.delivering = on
             self.link.wake_all()
-
-
-def _tell(listener: FailureListener, error: MessagingError) -> None:
-    listener(error)

@@ -107,7 +107,7 @@ class MessageProducer(Closing):
         and stays accessible, and the listener is not called.
         """
         called = completion.as_listener(listener)
-        self._check_place()
+        self.session.link.options.check_asynchronous()
         self._send_async(message, called, destination, delivery, timeout)
 
     def submit(
@@ -121,7 +121,7 @@ class MessageProducer(Closing):
         """Send like ``send_async``, and return a future. Call ``result()`` on the
         future or await it."""
         future = CompletionFuture(self.session)
-        self._check_place()
+        self.session.link.options.check_asynchronous()
         send = self._send_async(message, future, destination, delivery, timeout)
         future._withdraw = send.withdraw
         return future
@@ -228,9 +228,6 @@ class MessageProducer(Closing):
             return 0.0 if timeout == 0 else seconds, seconds
         seconds = self.session.link.options.send_timeout
         return seconds, seconds
-
-    def _check_place(self) -> None:
-        self.session.link.options.check_asynchronous()
 
     def _prepare(
         self,

@@ -32,118 +32,6 @@ _UNCOMPLETED_WINDOWS = 4
 _HARD_CAP = 65_536
 #: Limit of their bytes, as a multiple of the window.
 _HARD_CAP_WINDOWS = 16
-
-
-class Window:
-    """Limits the sends in flight. Callers hold the lock for every method except
-    ``one_more``.
-
-    A send takes room when its frame is queued, and releases the room when its outcome
-    is known. A second limit applies to the sends whose listeners have not returned. So
-    a slow listener slows down the senders, and does not fill the memory.
-    """
-
-    def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
-        """Limit in-flight messages and bytes."""
-        self._link = link
-        self._messages = messages
-        self._max_bytes = max_bytes
-        self._most_uncompleted = _UNCOMPLETED_WINDOWS * messages
-        self._uncompleted_bytes = 0
-        self._in_flight_bytes = 0
-        #: Sends without an outcome.
-        self.in_flight = 0
-        #: The number of sends with a listener so far, and of callbacks that have
-        #: returned. Callbacks run in the order of the sends.
-        self.accepted = 0
-        self.finished = 0
-        self.waiters = 0
-
-    @property
-    def uncompleted(self) -> int:
-        """The number of sends whose callback has not returned."""
-        return self.accepted - self.finished
-
-    def wait_for_room(
-        self, size: int, timeout: float, check: Callable[[], None], *, listened: bool
-    ) -> None:
-        """Wait until there is room for a send of that size.
-
-        Raises ``WindowFullError``, or the error that ``check`` raises after a wait.
-
-        A callback must not wait for room, because room becomes free only after the
-        callback returns. Instead, callbacks have a much higher limit, and immediately
-        get ``WindowFullError`` if they reach it.
-        """
-        if completion.is_running_for(self._link):
-            most = max(16 * self._messages, _HARD_CAP)
-            held = self._in_flight_bytes + self._uncompleted_bytes
-            if self.in_flight + self.uncompleted >= most or (
-                held and held + size > _HARD_CAP_WINDOWS * self._max_bytes
-            ):
-                raise WindowFullError(
-                    "Callbacks have put far more messages in flight than the window "
-                    "allows; let them send fewer."
-                )
-            return
-        give_up = time.monotonic() + timeout
-        while not self.has_room(size, listened=listened):
-            left = give_up - time.monotonic()
-            if left <= 0:
-                raise WindowFullError(
-                    f"{self.in_flight} messages are in flight, {self.uncompleted} wait "
-                    "for their callbacks, and too few finished in time. This message "
-                    "was not written; send it again later."
-                )
-            self.waiters += 1
-            try:
-                self._link.changed.wait(min(left, 0.05))
-            finally:
-                self.waiters -= 1
-            check()
-
-    def has_room(self, size: int, *, listened: bool) -> bool:
-        """Return whether the window has room for a send of that size. Pass
-        ``listened=True`` if the send has a listener."""
-        # A message larger than the window is sent alone.
-        in_flight = self.in_flight
-        if in_flight and (
-            in_flight >= self._messages
-            or self._in_flight_bytes + size > self._max_bytes
-        ):
-            return False
-        uncompleted = self.accepted - self.finished if listened else 0
-        return not uncompleted or (
-            uncompleted < self._most_uncompleted
-            and self._uncompleted_bytes + size <= self._max_bytes
-        )
-
-    def take(self, size: int) -> None:
-        """Count one more send as in flight."""
-        self.in_flight += 1
-        self._in_flight_bytes += size
-
-    def release(self, size: int) -> None:
-        """Count a send as no longer in flight, because it has its outcome."""
-        self.in_flight -= 1
-        self._in_flight_bytes -= size
-        # Waking a sender for every receipt would cost more than the send, so wait until
-        # a sixteenth of the window is free. Waiting threads also check periodically.
-        if self.waiters and self.in_flight <= self._messages * 15 // 16:
-            self._link.changed.notify_all()
-
-    @contextlib.contextmanager
-    def one_more(self) -> Iterator[None]:
-        """Count one more send as in flight while the block runs."""
-        with self._link.lock, self._link.whole:
-            self.take(0)
-        try:
-            yield
-        finally:
-            with self._link.lock:
-                self.release(0)
-
-
 logger = logging.getLogger("django_txmsg.jms.sends")
 callbacks_logger = logging.getLogger("django_txmsg.jms.callbacks")
 
@@ -234,16 +122,120 @@ class AsyncSend(Pending):
             completion.run_for(before)
 
 
-class Sends(Window):
-    """The sends of one session. They use the connection's lock."""
+class Sends:
+    """The sends of one session. They use the connection's lock. Callers hold the lock
+    for the methods of the window, except ``one_more``.
+
+    A send takes room in the window when its frame is queued, and releases the room when
+    its outcome is known. A second limit applies to the sends whose listeners have not
+    returned. So a slow listener slows down the senders, and does not fill the memory.
+    """
 
     def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
         """Limit in-flight messages and bytes."""
-        super().__init__(link, messages, max_bytes)
+        self._link = link
+        self._messages = messages
+        self._max_bytes = max_bytes
+        self._most_uncompleted = _UNCOMPLETED_WINDOWS * messages
+        self._uncompleted_bytes = 0
+        self._in_flight_bytes = 0
+        #: Sends without an outcome.
+        self.in_flight = 0
+        #: The number of sends with a listener so far, and of callbacks that have
+        #: returned. Callbacks run in the order of the sends.
+        self.accepted = 0
+        self.finished = 0
+        self.waiters = 0
         self._order: deque[AsyncSend] = deque()
         self._telling = False
         self._runs_in: threading.Thread | None = None
         self._awaited: list[int] = []
+
+    # -- the window ---------------------------------------------------------------
+
+    @property
+    def uncompleted(self) -> int:
+        """The number of sends whose callback has not returned."""
+        return self.accepted - self.finished
+
+    def wait_for_room(
+        self, size: int, timeout: float, check: Callable[[], None], *, listened: bool
+    ) -> None:
+        """Wait until there is room for a send of that size.
+
+        Raises ``WindowFullError``, or the error that ``check`` raises after a wait.
+
+        A callback must not wait for room, because room becomes free only after the
+        callback returns. Instead, callbacks have a much higher limit, and immediately
+        get ``WindowFullError`` if they reach it.
+        """
+        if completion.is_running_for(self._link):
+            most = max(16 * self._messages, _HARD_CAP)
+            held = self._in_flight_bytes + self._uncompleted_bytes
+            if self.in_flight + self.uncompleted >= most or (
+                held and held + size > _HARD_CAP_WINDOWS * self._max_bytes
+            ):
+                raise WindowFullError(
+                    "Callbacks have put far more messages in flight than the window "
+                    "allows; let them send fewer."
+                )
+            return
+        give_up = time.monotonic() + timeout
+        while not self.has_room(size, listened=listened):
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise WindowFullError(
+                    f"{self.in_flight} messages are in flight, {self.uncompleted} wait "
+                    "for their callbacks, and too few finished in time. This message "
+                    "was not written; send it again later."
+                )
+            self.waiters += 1
+            try:
+                self._link.changed.wait(min(left, 0.05))
+            finally:
+                self.waiters -= 1
+            check()
+
+    def has_room(self, size: int, *, listened: bool) -> bool:
+        """Return whether the window has room for a send of that size. Pass
+        ``listened=True`` if the send has a listener."""
+        # A message larger than the window is sent alone.
+        in_flight = self.in_flight
+        if in_flight and (
+            in_flight >= self._messages
+            or self._in_flight_bytes + size > self._max_bytes
+        ):
+            return False
+        uncompleted = self.accepted - self.finished if listened else 0
+        return not uncompleted or (
+            uncompleted < self._most_uncompleted
+            and self._uncompleted_bytes + size <= self._max_bytes
+        )
+
+    def take(self, size: int) -> None:
+        """Count one more send as in flight."""
+        self.in_flight += 1
+        self._in_flight_bytes += size
+
+    def release(self, size: int) -> None:
+        """Count a send as no longer in flight, because it has its outcome."""
+        self.in_flight -= 1
+        self._in_flight_bytes -= size
+        # Waking a sender for every receipt would cost more than the send, so wait until
+        # a sixteenth of the window is free. Waiting threads also check periodically.
+        if self.waiters and self.in_flight <= self._messages * 15 // 16:
+            self._link.changed.notify_all()
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count one more send as in flight while the block runs."""
+        with self._link.lock, self._link.whole:
+            self.take(0)
+        try:
+            yield
+        finally:
+            with self._link.lock:
+                self.release(0)
 
     # -- callbacks ----------------------------------------------------------------
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from ..envelope.broker_url import ConnectionOptions
 from ..extras import needs
 from .frames import Frame, FrameParser, ProtocolError, Receipt
 
@@ -78,9 +79,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         self,
         address: tuple[str, int],
         listener: FrameListener,
-        *,
-        tls: ssl.SSLContext | None = None,
-        connect_timeout: float = 10.0,
+        options: ConnectionOptions,
     ) -> None:
         """Prepare the connection. ``start`` connects and raises ``OSError`` if that
         fails."""
@@ -89,13 +88,14 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         #: Seconds of silence after which the broker counts as dead, if any.
         self.silence_limit: float | None = None
         self._listener = listener
-        self._tls = tls
-        self._connect_timeout = connect_timeout
+        self._options = options
         self._socket: socket.socket | None = None
         # OpenSSL does not allow a read and a write of one connection at a time; each
         # is non-blocking, so neither waits for the other.
         self._write_lock = threading.Lock()
-        self._socket_lock = self._write_lock if tls else contextlib.nullcontext()
+        self._socket_lock = (
+            self._write_lock if options.tls else contextlib.nullcontext()
+        )
         self._reason = ""
         self.override_threading(self._start_thread)
 
@@ -113,14 +113,14 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
     def attempt_connection(self) -> None:
         """Open the socket. (stomp.py's own method hides the reason for a failure, and
         retries.)"""
-        give_up = time.monotonic() + self._connect_timeout
+        give_up = time.monotonic() + self._options.connect_timeout
         raw = self._connect(give_up)
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected = raw
-            if self._tls is not None:
+            if (tls := self._options.tls) is not None:
                 raw.settimeout(_until(give_up))
-                connected = self._tls.wrap_socket(raw, server_hostname=self.address[0])
+                connected = tls.wrap_socket(raw, server_hostname=self.address[0])
             connected.setblocking(False)
         except BaseException:
             raw.close()
@@ -255,7 +255,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         the thread that reads. Also return 0 if the write fails. The next ``write`` then
         reports the error.
         """
-        if self._tls is not None or self._socket is None:
+        if self._options.tls is not None or self._socket is None:
             return 0
         try:
             with self._write_lock:

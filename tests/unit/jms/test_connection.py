@@ -131,7 +131,7 @@ def test_heartbeats_are_agreed_on_and_can_be_off(
     connection = connect(broker, heartbeat=0.05)
 
     assert broker.received("CONNECT")[0]["heart-beat"] == "50,50"
-    assert connection.link._transport.silence_limit is None
+    assert connection.link.transport.silence_limit is None
     connect(broker, heartbeat=0)
     assert broker.received("CONNECT")[1]["heart-beat"] == "0,0"
 

@@ -363,7 +363,7 @@ def test_stomp_py_leaves_small_frames_to_nagle() -> None:
             link.connect(wait=True)
             assert option(link.transport.socket) == 0
         connection = factory(address).create_connection()
-        assert option(connection.link._transport._socket) != 0
+        assert option(connection.link.transport._socket) != 0
         connection.link.lose("the test is over")
 
 

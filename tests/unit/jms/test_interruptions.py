@@ -92,7 +92,7 @@ def test_a_part_of_a_frame_is_followed_by_nothing(
     broker = scripted()
     session = connect(broker).create_session()
     producer = session.create_producer(DESTINATION)
-    transport = session.link._transport
+    transport = session.link.transport
     write_some = transport.write_some
 
     def write_a_part(data: bytes) -> int:

@@ -128,8 +128,8 @@ PROGRAM = """
 import logging, sys
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 from django_txmsg import jms
-from django_txmsg.jms import completion
-completion.EXIT_BUDGET = 0.3
+from django_txmsg.jms import connection as connections
+connections.EXIT_BUDGET = 0.3
 connection = jms.ConnectionFactory(sys.argv[1]).create_connection()
 producer = connection.create_session().create_producer("orders.place")
 producer.send_async(jms.Message("x"), (lambda m: print("told", flush=True), print))
