@@ -13,6 +13,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from django.utils.module_loading import import_string
+
 from .. import conf
 from ..envelope.broker_url import split_url
 from ..errors import ConfigurationError
@@ -40,8 +42,8 @@ class BuiltIn:
     schemes: tuple[str, ...]
     #: The form of its URL.
     example: str
-    #: The extra that installs its client, the client's module and its display name.
-    extra: str = ""
+    #: The module of its client, which is also the extra that installs the client, and
+    #: the client's display name.
     module: str = ""
     client: str = ""
 
@@ -53,7 +55,6 @@ BUILT_IN = (
         "stomp.StompBroker",
         ("stomp", "stomp+ssl"),
         "stomp://user:password@host:61613 (stomp+ssl:// for TLS)",
-        extra="stomp",
         module="stomp",
         client="stomp.py",
     ),
@@ -61,7 +62,6 @@ BUILT_IN = (
         "amqp.AmqpBroker",
         ("amqp", "amqps"),
         "amqp://user:password@host:5672 (amqps:// for TLS)",
-        extra="amqp",
         module="amqp",
         client="py-amqp",
     ),
@@ -69,7 +69,6 @@ BUILT_IN = (
         "celery.CeleryBroker",
         ("celery",),
         "celery://module:app",
-        extra="celery",
         module="celery",
         client="Celery",
     ),
@@ -130,10 +129,9 @@ def make_broker(alias: str, url: str) -> Broker:
             f'database://. Another broker needs a "BACKEND".'
         )
     known = BY_SCHEME[scheme]
-    module, _, name = known.path.rpartition(".")
     broker = f"Broker {alias!r} ({scheme}://)"
-    with needs(broker, known.extra, known.module, error=ConfigurationError):
-        kind = getattr(import_module(f"{__name__}.{module}"), name)
+    with needs(broker, known.module, known.module, error=ConfigurationError):
+        kind = import_string(f"{__name__}.{known.path}")
     made: Broker = kind(alias, url)
     return made
 

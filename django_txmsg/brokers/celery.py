@@ -25,7 +25,7 @@ from ..errors import (
     DispatchRejected,
     DispatchUnknown,
 )
-from .base import Broker, Delivery, Outgoing, Session
+from .base import Broker, Outgoing, Session
 from .celery_publication import HEADER, Publication
 
 # Hop 4 for Celery: one session with the broker of an app, through kombu.
@@ -212,25 +212,10 @@ class CelerySession(Session):
                 f"{error}"
             )
 
-    def subscribe(
-        self, destination: str, *, prefetch: int, subscriber: str | None = None
-    ) -> None:
+    def _send_only(self, *_: Any, **__: Any) -> NoReturn:
         send_only()
 
-    def receive(self, timeout: float) -> Delivery | None:
-        send_only()
-
-    def ack(self, deliveries: Sequence[Delivery]) -> None:
-        send_only()
-
-    def enlist(self, outgoing: Outgoing) -> None:
-        send_only()
-
-    def commit(self, acks: Sequence[Delivery]) -> None:
-        send_only()
-
-    def rollback(self) -> None:
-        send_only()
+    subscribe = receive = ack = enlist = commit = rollback = _send_only
 
     def ping(self) -> None:
         try:
@@ -286,23 +271,6 @@ def send_only() -> NoReturn:
     )
 
 
-def load_app(url: str) -> Any:
-    """Import and return the app that a celery:// URL names. Raises ConfigurationError
-    if that fails."""
-    path = split_url(url).netloc
-    module, _, name = path.partition(":")
-    try:
-        app = symbol_by_name(f"{module}:{name or 'app'}")
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{path!r} names no Celery app, as in celery://shop.celery:app: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(app, Celery):
-        raise ConfigurationError(f"{path!r} is {type(app).__name__}, not a Celery app.")
-    return app
-
-
 def open_session(app: Any) -> CelerySession:
     """Connect to the broker of a Celery app, and return a session. Raises
     BrokerUnavailable."""
@@ -332,7 +300,19 @@ class CeleryBroker(Broker):
     def app(self) -> Any:
         """The app that the URL names. Raises ConfigurationError if the app cannot be
         imported."""
-        return load_app(self._url)
+        path = split_url(self._url).netloc
+        module, _, name = path.partition(":")
+        try:
+            app = symbol_by_name(f"{module}:{name or 'app'}")
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigurationError(
+                f"{path!r} names no Celery app, as in celery://shop.celery:app: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(app, Celery):
+            kind = type(app).__name__
+            raise ConfigurationError(f"{path!r} is {kind}, not a Celery app.")
+        return app
 
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
@@ -349,7 +329,7 @@ class CeleryBroker(Broker):
 
     def check(self) -> list[str]:
         try:
-            load_app(self._url)
+            self.app  # noqa: B018 - raises, if it cannot be imported
         except ConfigurationError as error:
             return [str(error)]
         return []

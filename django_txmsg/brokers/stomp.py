@@ -255,6 +255,7 @@ class StompSession(Session):
         self._beside: StompSession | None = None
         self._transacted = transacted
         self._session = connection.create_session(transacted=transacted)
+        self._dialect = connection.dialect
         self._producer: jms.MessageProducer | None = None
         self._consumer: jms.MessageConsumer | None = None
         self._destination = self._home = ""
@@ -284,12 +285,11 @@ class StompSession(Session):
             )
         )
         alone = isolate or len(batch) == 1
-        dialect = self._session.link.dialect.name
+        dialect = self._dialect.name
         return [outcome(one, alone=alone, dialect=dialect) for one in outcomes]
 
     def _message(self, outgoing: Outgoing) -> jms.Message:
-        headers, body = dict(outgoing.headers), outgoing.body
-        dialect = self._session.link.dialect
+        headers, body, dialect = dict(outgoing.headers), outgoing.body, self._dialect
         back = headers.get(wire.REPLY_TO, "")
         if back and headers.get(wire.JMS_REPLY_TO) == back:  # not a client's address
             del headers[wire.JMS_REPLY_TO]
@@ -309,15 +309,13 @@ class StompSession(Session):
         message = self._message(outgoing)
         if outgoing.time_to_live is not None:
             now, left = time.time() * 1000, outgoing.time_to_live * 1000
-            dialect = self._session.link.dialect
-            message.headers.update(dialect.expiry_headers(int(now), int(left)))
+            message.headers.update(self._dialect.expiry_headers(int(now), int(left)))
         return message
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
         outcomes: list[BrokerError | None] = []
         with answered(self._connection.create_session) as session:
             producer = answered(session.create_producer)
-            dialect = session.link.dialect.name
             for one in batch:
                 delay = jms.Delivery(delay=dt.timedelta(seconds=one.delay))
                 try:
@@ -325,7 +323,9 @@ class StompSession(Session):
                         self._message(one), destination=one.destination, delivery=delay
                     )
                 except jms.MessagingError as error:
-                    outcomes.append(outcome(error, alone=True, dialect=dialect))
+                    outcomes.append(
+                        outcome(error, alone=True, dialect=self._dialect.name)
+                    )
                 else:
                     outcomes.append(None)
         return outcomes
@@ -373,12 +373,10 @@ class StompSession(Session):
             broker_message_id=self._broker_id(message),
             handle=message,
             problem=message.problem or "",
-            id_stays=self._ids_stay or "amqp-message-id" in headers or not self._home,
+            id_stays=self._dialect.message_ids_stay
+            or "amqp-message-id" in headers
+            or not self._home,
         )
-
-    @property
-    def _ids_stay(self) -> bool:
-        return self._session.link.dialect.message_ids_stay
 
     def _broker_id(self, message: jms.Message) -> str:
         """Return an id by which the consumer recognizes a redelivery of the message.
@@ -389,7 +387,7 @@ class StompSession(Session):
         """
         headers = message.raw_headers
         given = headers.get("amqp-message-id")
-        if self._ids_stay or given is None:
+        if self._dialect.message_ids_stay or given is None:
             return headers.get("message-id", "")
         return f"{given}/{wire.digest(headers, message.raw_body)}"
 

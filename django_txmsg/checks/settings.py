@@ -120,7 +120,7 @@ def _brokers() -> Iterator[CheckMessage]:
             scheme = entry["URL"].partition("://")[0]
             yield Error(
                 f"{where} is {scheme}://, and {absent.client} is not installed.",
-                hint=f"Run: {install(absent.extra)}",
+                hint=f"Run: {install(absent.module)}",
                 id="txmsg.E004",
             )
             continue

@@ -412,7 +412,7 @@ def test_subscription_ends_if_its_channel_ends_during_a_send(
     session.subscribe(destination, prefetch=1)
     # Acknowledging a delivery that was never received: RabbitMQ closes the channel.
     assert isinstance(session, AmqpSession)
-    session._link.write(frames.acknowledged(999, CONSUMING))
+    session._link.transport.write(frames.acknowledged(999, CONSUMING))
 
     def over() -> bool:
         try:

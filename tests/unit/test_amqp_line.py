@@ -13,6 +13,7 @@ import pytest
 
 from django_txmsg.brokers.amqp import frames, session
 from django_txmsg.brokers.amqp.link import Transport
+from django_txmsg.brokers.amqp.options import Options
 from tests.faults import wait_until
 
 
@@ -25,9 +26,8 @@ class Line:
         for end in (near, self.far):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        self.transport = Transport(
-            ("", 0), tls=None, connect_timeout=1, send_timeout=send_timeout
-        )
+        options = Options(connect_timeout=1, send_timeout=send_timeout)
+        self.transport = Transport(("", 0), options)
         self.transport.sock, self.transport.connected = near, True
         self.read = bytearray()
 

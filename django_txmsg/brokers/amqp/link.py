@@ -39,16 +39,8 @@ class Transport:
     which reads a frame in two calls and writes each message separately.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        *,
-        tls: ssl.SSLContext | None,
-        connect_timeout: float,
-        send_timeout: float,
-    ) -> None:
-        self._address, self._tls = address, tls
-        self._connect_timeout, self._send_timeout = connect_timeout, send_timeout
+    def __init__(self, address: tuple[str, int], options: Options) -> None:
+        self._address, self._options = address, options
         self._received = bytearray()
         #: What `write_soon()` could not write yet.
         self._unsent = b""
@@ -60,13 +52,13 @@ class Transport:
 
     def connect(self) -> None:
         """Connect to the server and send the protocol header. Raises OSError."""
-        made = socket.create_connection(self._address, self._connect_timeout)
+        timeout = self._options.connect_timeout
+        made = socket.create_connection(self._address, timeout)
         try:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if self._tls is not None:
-                host = self._address[0]
-                made = self._tls.wrap_socket(made, server_hostname=host)
+            if (tls := self._options.tls) is not None:
+                made = tls.wrap_socket(made, server_hostname=self._address[0])
             self.sock, self.connected = made, True
             self.write(_BANNER)
         except BaseException:
@@ -86,7 +78,7 @@ class Transport:
         """Write all bytes. Raises TimeoutError if the server accepts no byte during the
         send time-out. After any error the connection is unusable, because only a part
         of a frame may have been written."""
-        sock = self._timed(self._send_timeout)
+        sock = self._timed(self._options.send_timeout)
         view = memoryview(self._unsent + data if self._unsent else data)
         try:
             while view:
@@ -223,12 +215,7 @@ class Link:
         self.blocked = ""
         self.methods[0, spec.Connection.Blocked] = self._on_blocked
         self.methods[0, spec.Connection.Unblocked] = self._on_unblocked
-        self.transport = Transport(
-            address,
-            tls=options.tls,
-            connect_timeout=options.connect_timeout,
-            send_timeout=options.send_timeout,
-        )
+        self.transport = Transport(address, options)
         self._connection = _Connection(self, self.transport, options)
         try:
             with self.asking():
@@ -270,10 +257,6 @@ class Link:
     def channel(self, number: int) -> amqp.Channel:
         """Open the channel with this number."""
         return self._connection.channel(number)
-
-    def write(self, data: bytes | bytearray) -> None:
-        """Write frames that this package has built."""
-        self.transport.write(data)
 
     def read(self, timeout: float) -> bool:
         """Handle the frames that arrive. Return True as soon as a frame has arrived
@@ -352,7 +335,7 @@ class Link:
     def _take_method(self, channel: int, payload: bytes) -> None:
         method = struct.unpack_from(">HH", payload)
         if method in (spec.Basic.Deliver, spec.Basic.Return):
-            taker = self.contents.get((channel, method), _ignored)
+            taker = self.contents.get((channel, method), lambda *_: None)
             self._partial[channel] = _Partial(payload[4:], taker)
         elif (channel, method) in self.methods:
             self.methods[channel, method](payload[4:])
@@ -397,10 +380,6 @@ class _Partial:
 
 #: Methods that end a connection or a channel.
 _LOST = (amqp.AMQPError, OSError, struct.error, ValueError, ChannelClosed)
-
-
-def _ignored(method: bytes, properties: bytes, body: bytes) -> None:
-    """Ignore a method for which this package has no handler."""
 
 
 def error_text(error: BaseException) -> str:

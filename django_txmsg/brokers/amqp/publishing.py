@@ -172,7 +172,7 @@ class Publisher:
                 if len(chunk) >= COALESCED:
                     break
             if chunk:
-                self._link.write(chunk)
+                self._link.transport.write(chunk)
                 progress_at = time.monotonic()
             more = sending.ready and len(number_of) < window and size < limit
             left = 0.0 if more else progress_at + timeout - time.monotonic()

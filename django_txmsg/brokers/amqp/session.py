@@ -114,6 +114,8 @@ class _Heart:
         self._changed = threading.Event()
 
     def keep(self, link: Link) -> None:
+        """Send heartbeats on this link, until the link is closed or no other object
+        refers to the link."""
         self._links.add(link)
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
@@ -144,13 +146,6 @@ class _Heart:
 
 
 _heart = PerProcess(_Heart)
-
-
-def keep(link: Link) -> None:
-    """Make the heartbeat thread send heartbeats on this link, until the link is closed
-    or no other object refers to the link."""
-    if link.heartbeat:
-        _heart().keep(link)
 
 
 _TAG = "txmsg"
@@ -202,7 +197,7 @@ class Subscription:
             self.arrived.clear()
             self._acks.settle(tags)
             for tag in tags:
-                self._link.write(frames.refused(tag, CONSUMING))
+                self._link.transport.write(frames.refused(tag, CONSUMING))
         self._consuming = True
         channel.basic_qos(0, prefetch, False)
         self._link.contents[CONSUMING, spec.Basic.Deliver] = self._on_deliver
@@ -267,7 +262,8 @@ class AmqpSession(Session):
         self._subscription = Subscription(link, self._queues, self._acks)
         self._prefetch = 1
         self._enlisted: list[Outgoing] = []
-        keep(link)
+        if link.heartbeat:
+            _heart().keep(link)
 
     # -- sending -------------------------------------------------------------------
 
@@ -278,37 +274,32 @@ class AmqpSession(Session):
         isolate: bool = False,
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
+        outcomes: list[BrokerError | None] = [None] * len(batch)
+        ready: list[frames.Ready | None] = [None] * len(batch)
+        unavailable: dict[str, DestinationUnavailable] = {}
+        options = self._link.options
         with self._link.owned:
             if not self._link.transport.connected:
                 reason = self._subscription.over or "the connection has ended"
                 raise BrokerUnavailable(reason)
-            timeout = timeout or self._link.options.send_timeout
-            return self._send(batch, isolate, timeout)
-
-    def _send(
-        self, batch: Sequence[Outgoing], isolate: bool, timeout: float
-    ) -> list[BrokerError | None]:
-        outcomes: list[BrokerError | None] = [None] * len(batch)
-        ready: list[frames.Ready | None] = [None] * len(batch)
-        unavailable: dict[str, DestinationUnavailable] = {}
-        with self._owned():
-            for index, one in enumerate(batch):
-                try:
-                    if one.destination in unavailable:
-                        raise unavailable[one.destination]
-                    ready[index] = self._ready(one, PUBLISHING)
-                except DestinationUnavailable as error:
-                    # Not requested again: each refusal costs a channel.
-                    outcomes[index] = unavailable[one.destination] = error
-                except DispatchRejected as error:
-                    outcomes[index] = error
-        self._publisher.publish(
-            ready,
-            [one.headers.get(wire.KEY, "") for one in batch],
-            outcomes,
-            window=1 if isolate else self._link.options.max_in_flight,
-            timeout=timeout,
-        )
+            with self._owned():
+                for index, one in enumerate(batch):
+                    try:
+                        if one.destination in unavailable:
+                            raise unavailable[one.destination]
+                        ready[index] = self._ready(one, PUBLISHING)
+                    except DestinationUnavailable as error:
+                        # Not requested again: each refusal costs a channel.
+                        outcomes[index] = unavailable[one.destination] = error
+                    except DispatchRejected as error:
+                        outcomes[index] = error
+            self._publisher.publish(
+                ready,
+                [one.headers.get(wire.KEY, "") for one in batch],
+                outcomes,
+                window=1 if isolate else options.max_in_flight,
+                timeout=timeout or options.send_timeout,
+            )
         for one, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, Unroutable):
                 self._queues.forget(one.destination)
@@ -395,7 +386,7 @@ class AmqpSession(Session):
 
     def _send_acks(self) -> None:
         if written := self._acks.written():
-            self._link.write(written)
+            self._link.transport.write(written)
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
         # To this subscriber alone, if it came from a topic.
@@ -409,7 +400,7 @@ class AmqpSession(Session):
             return
         self._acks.settle([delivery.handle])
         with self._owned():
-            self._link.write(frames.acknowledged(delivery.handle, CONSUMING))
+            self._link.transport.write(frames.acknowledged(delivery.handle, CONSUMING))
 
     # -- transactions --------------------------------------------------------------
 
@@ -434,9 +425,9 @@ class AmqpSession(Session):
             self._link.contents[CONSUMING, spec.Basic.Return] = on_return
             made = [self._ready(one, CONSUMING) for one in enlisted]
             for one in made:
-                self._link.write(one.frames)
+                self._link.transport.write(one.frames)
             for tag in tags:
-                self._link.write(frames.acknowledged(tag, CONSUMING))
+                self._link.transport.write(frames.acknowledged(tag, CONSUMING))
             channel.tx_commit()
         self._acks.settle(tags)
         if returned:
