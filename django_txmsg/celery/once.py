@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from celery.exceptions import (
@@ -82,27 +82,6 @@ def written(
     }
 
 
-class Memo:
-    """The stored result of a task, and the messages to send after its commit."""
-
-    def __init__(self, headers: Mapping[str, str], body: bytes) -> None:
-        self._headers, self._body = headers, body
-        self._note = json.loads(headers[_NOTE])
-
-    @property
-    def later(self) -> list[Publication]:
-        """The messages to send after the task's commit."""
-        return [Publication.read(*one) for one in self._note.get("later", ())]
-
-    def result(self) -> Any:
-        """Return the task's result. Raises Ignore if the task raised Ignore."""
-        if "ignored" in self._note:
-            raise Ignore(self._note["ignored"])
-        content_type = self._headers[wire.CONTENT_TYPE]
-        encoding = self._headers[_ENCODING]
-        return loads(self._body, content_type, encoding, accept={content_type})
-
-
 def run_once(task: Any, args: Any, kwargs: Any) -> Any:
     """Run the task of the current request, and return its result. If an earlier
     delivery has done the task, return the result of that delivery.
@@ -163,7 +142,10 @@ class _Once:
             # It failed, as Celery has reported, and was sent again.
             self.inbox.filter(pk=record.id).update(dead_at=None, attempts=1)
         elif self._too_often(record):
-            given_up = _given_up()
+            given_up = TaskGivenUp(
+                f"{_most()} deliveries of this task began and never ended: each time "
+                f"its worker died with it. Look for memory, signals and native crashes."
+            )
             if self._fail(record, given_up):
                 raise given_up
             return self._again(record)
@@ -275,7 +257,8 @@ class _Once:
 
     def _again(self, record: InboxRecord) -> Any:
         """Send the stored messages again, and return the stored result. The worker of
-        the first delivery may have been killed before it sent the messages."""
+        the first delivery may have been killed before it sent the messages. Raises
+        Ignore if the task raised Ignore."""
         row = self.inbox.filter(pk=record.id).values("headers", "body").first()
         signals.announce(
             signals.message_duplicate,
@@ -285,9 +268,13 @@ class _Once:
         )
         if row is None or row["body"] is None:
             return None
-        done = Memo(row["headers"], bytes(row["body"]))
-        following.send(self.task, done.later)
-        return done.result()
+        headers = row["headers"]
+        note, kind = json.loads(headers[_NOTE]), headers[wire.CONTENT_TYPE]
+        later = [Publication.read(*one) for one in note.get("later", ())]
+        following.send(self.task, later)
+        if "ignored" in note:
+            raise Ignore(note["ignored"])
+        return loads(bytes(row["body"]), kind, headers[_ENCODING], accept={kind})
 
     def _fail(self, record: InboxRecord, error: BaseException) -> bool:
         """Record a failure. Returns False if the task's work is committed nevertheless,
@@ -310,10 +297,3 @@ class _Once:
 
 def _most() -> int:
     return conf.get().REDELIVERY.MAX_REDELIVERIES + 1
-
-
-def _given_up() -> TaskGivenUp:
-    return TaskGivenUp(
-        f"{_most()} deliveries of this task began and never ended: each time its "
-        f"worker died with it. Look for memory, signals and native crashes."
-    )

@@ -69,14 +69,6 @@ class Options:
     """The modules and packages of the tasks that may be enqueued and run here; a worker
     imports them. None: any package that this process has imported."""
 
-    def allows(self, path: str) -> bool:
-        """Return whether this backend accepts the task with this dotted path."""
-        return self.MODULES is None or self.names(path)
-
-    def names(self, path: str) -> bool:
-        """Return whether MODULES contains the module of this task."""
-        return any(path.startswith(f"{one}.") for one in self.MODULES or ())
-
 
 def problems(given: object) -> Iterator[tuple[str, str]]:
     """Yield the name of each invalid option, and the reason."""
@@ -87,8 +79,9 @@ def problems(given: object) -> Iterator[tuple[str, str]]:
     for name, value in given.items():
         if name not in known:
             close = difflib.get_close_matches(str(name).upper(), known, 1, 0.5)
-            hint = f'did you mean "{close[0]}"?' if close else "known: "
-            yield str(name), f"is not an option; {hint}{'' if close else _names(known)}"
+            names = ", ".join(sorted(known))
+            hint = f'did you mean "{close[0]}"?' if close else f"known: {names}"
+            yield str(name), f"is not an option; {hint}"
         elif why := _why_not(name, value):
             yield name, f"must be {why}, not {value!r}"
         elif name == "BATCH" and value > 1 and given.get("TRANSACTION") == "none":
@@ -112,10 +105,6 @@ def _why_not(name: str, value: Any) -> str:
             return ""
         return 'a list of modules, such as ["shop.tasks"]'
     return "" if isinstance(value, str) and value else "an alias"
-
-
-def _names(known: Any) -> str:
-    return ", ".join(sorted(known))
 
 
 log = logging.getLogger("django_txmsg.tasks")
@@ -219,12 +208,12 @@ class TransactionalBackend(BaseTaskBackend):
 
     def runs(self, path: str) -> bool:
         """Return whether this backend accepts the task with this dotted path."""
-        return self._given.allows(path)
+        return self._given.MODULES is None or self.imports(path)
 
     def imports(self, path: str) -> bool:
         """Return whether MODULES names the module of this task, so that this process
         may import it."""
-        return self._given.names(path)
+        return any(path.startswith(f"{one}.") for one in self._given.MODULES or ())
 
     def _warn_of(self, path: str) -> None:
         """Log a warning if workers might not have imported the module of an enqueued

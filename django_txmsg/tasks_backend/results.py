@@ -41,15 +41,12 @@ class Backend(Protocol):
 
     def runs(self, path: str) -> bool:
         """Return whether this backend runs the task with this dotted path."""
-        ...
 
     def imports(self, path: str) -> bool:
         """Return whether the settings name the module of this task."""
-        ...
 
     def stage(self, destination: str) -> Stage:
         """Return the stage that runs the tasks of one queue."""
-        ...
 
 
 def result_of(
