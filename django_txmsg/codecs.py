@@ -33,19 +33,22 @@ _pydantic = PydanticCodec()
 _PLAIN = (dict, list, tuple, str, int, float, bytes, bytearray, memoryview)
 
 
+@cache
 def reader(annotation: Any) -> BodyReader:
     """Return the reader of bodies for a handler with this annotation.
 
     Raises ConfigurationError if no codec handles the annotation, or pydantic is
     missing.
     """
-    return _reader(annotation)
+    annotation = unaliased(annotation)
+    return BodyReader(annotation, list(_types(annotation)))
 
 
+@cache
 def body_type(annotation: Any) -> BodyType:
     """Return the type of bodies for an annotation, with its codec. Raises
     ConfigurationError if no codec handles the annotation."""
-    return _body_type(annotation)
+    return _named(annotation, class_of(annotation))
 
 
 def type_of(value: object) -> BodyType | None:
@@ -73,26 +76,15 @@ def _codecs() -> tuple[Codec, ...]:
     return tuple(import_string(path)() for path in conf.get().CODECS)
 
 
-@cache
-def _reader(annotation: Any) -> BodyReader:
-    annotation = unaliased(annotation)
-    return BodyReader(annotation, list(_types(annotation)))
-
-
 def _types(annotation: Any) -> Iterator[BodyType]:
     parts = [one for one in members(annotation) if one is not type(None)]
     if len(parts) == 1 and len(members(annotation)) == 1:
-        yield _body_type(annotation)
+        yield body_type(annotation)
     elif len(parts) == 1 or not any(map(class_of, parts)):
         # An Optional, or a union of unnamed types: one type for its readers.
         yield _named(annotation, class_of(parts[0]) if len(parts) == 1 else None)
     else:
-        yield from map(_body_type, parts)
-
-
-@cache
-def _body_type(annotation: Any) -> BodyType:
-    return _named(annotation, class_of(annotation))
+        yield from map(body_type, parts)
 
 
 def _named(annotation: Any, cls: type | None) -> BodyType:
@@ -152,7 +144,7 @@ def _type_of(kind: Any) -> BodyType | None:
     if issubclass(kind, _PLAIN) or class_of(kind) is None:
         return None
     try:
-        return _body_type(kind)
+        return body_type(kind)
     except ConfigurationError:
         # A class that no codec handles is not an error here: JSON may support the
         # value, or refuse it.
@@ -168,7 +160,7 @@ def is_declared(kind: type) -> bool:
 
 def forget() -> None:
     """Clear the caches, after a change of TXMSG or of declared types."""
-    for found in (_codecs, _reader, _body_type, _type_of, _committed):
+    for found in (_codecs, reader, body_type, _type_of, _committed):
         found.cache_clear()
 
 

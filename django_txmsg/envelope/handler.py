@@ -58,19 +58,13 @@ def bound(handler: Callable[..., Any]) -> Callable[[Message], Any]:
         return handler
     arguments = _arguments(handler)
     _check_call(handler, arguments)
-    if arguments == 2:
-
-        @functools.wraps(handler)
-        def both(message: Message) -> Any:
-            return handler(message.body, message)
-
-        return both
 
     @functools.wraps(handler)
-    def alone(message: Message) -> Any:
-        return handler(message.body)
+    def call(message: Message) -> Any:
+        both = arguments == 2
+        return handler(message.body, message) if both else handler(message.body)
 
-    return alone
+    return call
 
 
 def is_coroutine(handler: Any) -> bool:

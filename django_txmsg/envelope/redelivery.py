@@ -11,12 +11,12 @@ import builtins
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..errors import MAX_SECONDS, DecodeError, Redeliver, Refuse
 
 Mode = Literal["blocking", "non_blocking", "broker"]
-MODES: tuple[Mode, ...] = ("blocking", "non_blocking", "broker")
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 MAX_REDELIVERIES = 1_000_000
@@ -72,16 +72,9 @@ class RedeliveryPolicy:
     lost_workers: int = 0
 
     def __post_init__(self) -> None:
-        for problem in problems(
-            max_redeliveries=self.max_redeliveries,
-            initial_delay=self.initial_delay,
-            backoff=self.backoff,
-            max_delay=self.max_delay,
-            jitter=self.jitter,
-            mode=self.mode,
-            lost_workers=self.lost_workers,
-        ):
-            raise ValueError(f"RedeliveryPolicy: {problem[0]} {problem[1]}")
+        values = {name: getattr(self, name) for name in ("mode", *_BOUNDS)}
+        for name, problem in problems(**values):
+            raise ValueError(f"RedeliveryPolicy: {name} {problem}")
         given: Any = self.refuse_on
         kinds = tuple(given) if isinstance(given, Iterable) else (None,)
         if not all(isinstance(one, type) for one in kinds):

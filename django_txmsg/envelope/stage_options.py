@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ..errors import ConfigurationError
 
 TransactionMode = Literal["outbox", "best_effort_1pc", "broker_only", "none"]
-TRANSACTION_MODES: tuple[TransactionMode, ...] = (
-    "outbox",
-    "best_effort_1pc",
-    "broker_only",
-    "none",
-)
+TRANSACTION_MODES: tuple[TransactionMode, ...] = get_args(TransactionMode)
 ISOLATION_LEVELS = (
     "read uncommitted",
     "read committed",

@@ -86,7 +86,7 @@ class Declaration:
     broker: str
     #: Default deadline, in seconds, of an ask or a wait.
     within: dt.timedelta | types.EllipsisType | None
-    state: type[Any]
+    state: Any
     fields: tuple[str, ...]
     steps: dict[str, Step] = field(default_factory=dict)
     signals: dict[str, Step] = field(default_factory=dict)
