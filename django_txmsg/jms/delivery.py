@@ -1,31 +1,17 @@
-"""Encodes a message into the bytes of its SEND frame.
+"""The options of a delivery, and the bytes of a SEND frame.
 
-Hop 4 of a message. The encoder reports every error of a message before the session
-writes a byte. If the application changes the message later, the frame stays the same.
+Hop 4 of a message. If the application changes the message later, the frame stays the
+same.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 
-from . import frames
-from .destination import Destination
-from .dialect import Dialect
-from .errors import MessageFormatError, UnsupportedOperationError
-from .message import (
-    ID_HEADER,
-    RESERVED_HEADERS,
-    DeliveryMode,
-    Message,
-    Provided,
-)
+from .message import DeliveryMode, Provided
 
-_MILLISECOND = timedelta(milliseconds=1)
-#: The header line of a message that the broker keeps through a restart.
-_KEPT = b"persistent:true\n"
 #: The fixed bits of a random UUID, version and variant, and the mask of the others.
 _VERSION_4 = 4 << 76 | 0b10 << 62
 _RANDOM_BITS = ~(0xF << 76 | 0b11 << 62)
@@ -110,62 +96,3 @@ class EncodedMessage(Encoded):
 def transaction_line(name: str) -> bytes:
     """Return the header line that puts a frame into the named transaction."""
     return b"transaction:%s\n" % name.encode()
-
-
-def encode_message(
-    target: Destination,
-    message: Message,
-    delivery: Delivery,
-    properties: Mapping[str, str],
-    *,
-    dialect: Dialect,
-    address_lines: Callable[[Destination], bytes],
-    transacted: bool,
-) -> EncodedMessage:
-    """Encode a message for one destination of a broker. ``properties`` are default
-    headers; ``address_lines`` makes the header lines for a destination.
-
-    Raises ``InvalidDestinationError``, ``MessageFormatError``,
-    ``MessageNotAccessibleError`` or ``UnsupportedOperationError``.
-    """
-    application = message.headers
-    if properties:
-        application = {**properties, **application}
-    if not RESERVED_HEADERS.isdisjoint(application):
-        names = ", ".join(sorted(RESERVED_HEADERS.intersection(application)))
-        raise MessageFormatError(
-            f"Headers {names} belong to the protocol; rename them in the message. To "
-            "send on what was received, send its copy()."
-        )
-    dialect.check_headers(application)
-    body, content_type = message.encoded()
-    now = datetime.now(timezone.utc)
-    message_id = application.get(ID_HEADER) or message._provided.message_id or new_id()
-    headers = {**application, ID_HEADER: message_id}
-    if content_type is not None:
-        headers.setdefault("content-type", content_type)
-    expiration = None
-    via = target
-    if delivery is not DEFAULT:
-        if delivery.priority != DEFAULT.priority:
-            headers["priority"] = str(delivery.priority)
-        if delivery.time_to_live:
-            expiration = now + delivery.time_to_live
-            left = delivery.time_to_live // _MILLISECOND
-            headers |= dialect.expiry_headers(int(now.timestamp() * 1000), left)
-        if held := delivery.delay // _MILLISECOND:
-            via, held_by = dialect.delayed(target, held, transacted=transacted)
-            if delivery.time_to_live and dialect.time_to_live_header in held_by:
-                raise UnsupportedOperationError(
-                    f"{dialect.name} delays a message by letting it expire: it cannot "
-                    "have a time to live as well."
-                )
-            headers |= held_by
-    head = b"%s%s%s" % (
-        address_lines(via),
-        _KEPT if delivery.mode is DeliveryMode.PERSISTENT else dialect.volatile_line,
-        frames.header_lines(headers.items()),
-    )
-    mode, priority = delivery.mode, delivery.priority
-    provided = Provided(message_id, target, now, mode, priority, expiration)
-    return EncodedMessage(head, body, provided)

@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone
+from functools import lru_cache, partial
 from types import MappingProxyType
 
 from . import completion, frames
-from .delivery import Delivery, EncodedMessage, encode_message
+from .delivery import DEFAULT, Delivery, EncodedMessage, new_id
 from .destination import Destination
-from .errors import IllegalStateError
+from .dialect import Dialect
+from .errors import IllegalStateError, MessageFormatError, UnsupportedOperationError
 from .liveness import Closing, Liveness
-from .message import Message
+from .message import ID_HEADER, RESERVED_HEADERS, DeliveryMode, Message, Provided
 from .sends import Sends
 from .transaction import Transaction
+
+_MILLISECOND = timedelta(milliseconds=1)
+
+
+def _address_lines(dialect: Dialect, target: Destination) -> bytes:
+    return frames.header_lines(dialect.send_headers(target).items())
 
 
 class SendingSession(Closing):
@@ -37,7 +46,7 @@ class SendingSession(Closing):
         self.sends = Sends(link, self.max_in_flight, options.max_in_flight_bytes)
         #: Whether it accepts no more sends.
         self.closing = False
-        self._addresses: dict[Destination, bytes] = {}
+        self._address_lines = lru_cache(1000)(partial(_address_lines, link.dialect))
         self._transaction: Transaction | None = None
         # Held by the thread that commits or rolls back.
         self._ending = threading.RLock()
@@ -80,25 +89,56 @@ class SendingSession(Closing):
         delivery: Delivery,
         properties: Mapping[str, str] = MappingProxyType({}),
     ) -> EncodedMessage:
-        """Check a message for every error, and return its encoded frame."""
-        return encode_message(
-            target,
-            message,
-            delivery,
-            properties,
-            dialect=self.link.dialect,
-            address_lines=self._address_lines,
-            transacted=self.transacted,
-        )
+        """Check a message for every error, before the session writes a byte. Return the
+        message's encoded frame. ``properties`` are default headers.
 
-    def _address_lines(self, target: Destination) -> bytes:
-        lines = self._addresses.get(target)
-        if lines is None:
-            if len(self._addresses) >= 1000:
-                self._addresses.clear()
-            headers = self.link.dialect.send_headers(target)
-            lines = self._addresses[target] = frames.header_lines(headers.items())
-        return lines
+        Raises ``InvalidDestinationError``, ``MessageFormatError``,
+        ``MessageNotAccessibleError`` or ``UnsupportedOperationError``.
+        """
+        application = message.headers
+        if properties:
+            application = {**properties, **application}
+        if not RESERVED_HEADERS.isdisjoint(application):
+            names = ", ".join(sorted(RESERVED_HEADERS.intersection(application)))
+            raise MessageFormatError(
+                f"Headers {names} belong to the protocol; rename them in the message. "
+                "To send on what was received, send its copy()."
+            )
+        dialect = self.link.dialect
+        dialect.check_headers(application)
+        body, content_type = message.encoded()
+        now = datetime.now(timezone.utc)
+        known = application.get(ID_HEADER) or message._provided.message_id
+        message_id = known or new_id()
+        headers = {**application, ID_HEADER: message_id}
+        if content_type is not None:
+            headers.setdefault("content-type", content_type)
+        expiration = None
+        via = target
+        if delivery is not DEFAULT:
+            if delivery.priority != DEFAULT.priority:
+                headers["priority"] = str(delivery.priority)
+            if delivery.time_to_live:
+                expiration = now + delivery.time_to_live
+                left = delivery.time_to_live // _MILLISECOND
+                headers |= dialect.expiry_headers(int(now.timestamp() * 1000), left)
+            if held := delivery.delay // _MILLISECOND:
+                via, held_by = dialect.delayed(target, held, transacted=self.transacted)
+                if delivery.time_to_live and dialect.time_to_live_header in held_by:
+                    raise UnsupportedOperationError(
+                        f"{dialect.name} delays a message by letting it expire: it "
+                        "cannot have a time to live as well."
+                    )
+                headers |= held_by
+        persistent = delivery.mode is DeliveryMode.PERSISTENT
+        head = b"%s%s%s" % (
+            self._address_lines(via),
+            b"persistent:true\n" if persistent else dialect.volatile_line,
+            frames.header_lines(headers.items()),
+        )
+        mode, priority = delivery.mode, delivery.priority
+        provided = Provided(message_id, target, now, mode, priority, expiration)
+        return EncodedMessage(head, body, provided)
 
     def transaction(self) -> Transaction:
         """Return the open transaction. If no transaction is open, begin a new one."""
