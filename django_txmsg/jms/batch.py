@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from . import destination as destinations
@@ -139,17 +140,14 @@ def _waves(
 ) -> list[list[tuple[int, Encoded]]]:
     """Split the messages into waves. No wave has two messages of one key, because the
     second may be sent only when the first is known to be stored."""
-    waves: list[list[tuple[int, Encoded]]] = []
-    met: dict[str, int] = {}
+    waves: defaultdict[int, list[tuple[int, Encoded]]] = defaultdict(list)
+    met: Counter[str] = Counter()
     for item in part:
         key = keys[item[0]]
-        number = met.get(key, 0)
+        waves[met[key]].append(item)
         if key:
-            met[key] = number + 1
-        if number == len(waves):
-            waves.append([])
-        waves[number].append(item)
-    return waves
+            met[key] += 1
+    return list(waves.values())
 
 
 def _unspoilt(

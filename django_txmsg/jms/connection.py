@@ -132,24 +132,22 @@ class ContextProducer:
         """Start with the default delivery options and with synchronous sends."""
         self._context = context
         self._producer = context.session.create_producer()
-        self._listener: CompletionListener | None = None
-        self._given: CompletionListener | tuple[object, object] | None = None
+        self._listener: CompletionListener | tuple[object, object] | None = None
 
     def set_async(
         self, listener: CompletionListener | tuple[object, object] | None
     ) -> ContextProducer:
         """Set the listener of later sends. ``None`` makes later sends synchronous
         again."""
-        if listener is None:
-            self._listener = self._given = None
-        else:
+        if listener is not None:
             self._context.session.link.options.check_asynchronous()
-            self._listener, self._given = completion.as_listener(listener), listener
+            completion.as_listener(listener)  # raises, if it is none
+        self._listener = listener
         return self
 
     def get_async(self) -> CompletionListener | tuple[object, object] | None:
         """Return the listener that was set, or ``None`` if sends are synchronous."""
-        return self._given
+        return self._listener
 
     def set_delivery_mode(self, mode: DeliveryMode) -> ContextProducer:
         """Set whether messages survive a restart of the broker."""

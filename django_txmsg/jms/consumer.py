@@ -245,17 +245,11 @@ class MessageConsumer(Closing):
 
     def _unsubscribe(self, *, delete: bool) -> None:
         timeout = None if delete else self._link.options.close_timeout
-        dialect = self._link.dialect
-        durable = (
-            dialect.durable_headers(self.subscription) if self.subscription else {}
-        )
-        end = self._end()
-        if not (delete and durable):
-            frames = [end]
-        elif dialect.deletes_durable_while_in_use:
-            frames = [end | durable]
-        else:
-            frames = [end, end | durable]
+        dialect, frames = self._link.dialect, [self._end()]
+        if delete and self.subscription:
+            frames.append(self._end() | dialect.durable_headers(self.subscription))
+            if dialect.deletes_durable_while_in_use:
+                del frames[0]
         what = f"ending the subscription to {self.destination}"
         for headers in frames:
             self._link.ask("UNSUBSCRIBE", headers, timeout=timeout, what=what).wait()

@@ -53,13 +53,12 @@ def parse(destination: str | Destination | None) -> Destination:
     """
     if isinstance(destination, Destination):
         found = Destination(destination.name, destination.is_topic)
-    elif not isinstance(destination, str):
+        return _checked(found, destination)
+    if not isinstance(destination, str):
         raise InvalidDestinationError(
             f"A destination is a name such as 'orders.place', not {destination!r}."
         )
-    else:
-        return _named(destination)
-    return _checked(found, destination)
+    return _named(destination)
 
 
 @lru_cache(1000)

@@ -281,21 +281,15 @@ class Ledger:
         """Set the outcome of every pending frame to unknown, in the order of
         sending."""
         for entry in list(self.open.values()):
-            written = entry.state is not State.QUEUED
-            fate = (
-                "whether it happened is unknown" if written else "it was never written"
-            )
             text = f"{entry.what}: connection to {self._describe()} lost ({reason});"
-            self.settle(
-                entry,
-                State.UNKNOWN,
-                ConnectionLostError(
-                    f"{text} {fate}.",
-                    written=written,
-                    broker_message=broker_message,
-                    silent=silent,
-                ),
+            lost = ConnectionLostError(
+                f"{text} whether it happened is unknown.",
+                broker_message=broker_message,
+                silent=silent,
             )
+            if entry.state is QUEUED:
+                lost = lost.unwritten(f"{text} it was never written.")
+            self.settle(entry, State.UNKNOWN, lost)
         self._loose.clear()
 
 

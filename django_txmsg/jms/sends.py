@@ -8,14 +8,13 @@ that are due.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from . import completion
 from .completion import CompletionListener
@@ -124,7 +123,7 @@ class AsyncSend(Pending):
 
 class Sends:
     """The sends of one session. They use the connection's lock. Callers hold the lock
-    for the methods of the window, except ``one_more``.
+    for the methods of the window.
 
     A send takes room in the window when its frame is queued, and releases the room when
     its outcome is known. A second limit applies to the sends whose listeners have not
@@ -225,17 +224,6 @@ class Sends:
         # a sixteenth of the window is free. Waiting threads also check periodically.
         if self.waiters and self.in_flight <= self._messages * 15 // 16:
             self._link.changed.notify_all()
-
-    @contextlib.contextmanager
-    def one_more(self) -> Iterator[None]:
-        """Count one more send as in flight while the block runs."""
-        with self._link.lock, self._link.whole:
-            self.take(0)
-        try:
-            yield
-        finally:
-            with self._link.lock:
-                self.release(0)
 
     # -- callbacks ----------------------------------------------------------------
 

@@ -133,8 +133,13 @@ class Session(SendingSession):
                 "transaction. Use a session with transacted=False."
             )
         seconds = self.link.seconds(timeout)
-        with self.sends.one_more():  # for close() to wait for
+        with self.link.lock, self.link.whole:
+            self.sends.take(0)  # for close() to wait for
+        try:
             return batch.send(self, messages, seconds, isolate=isolate, keys=keys)
+        finally:
+            with self.link.lock:
+                self.sends.release(0)
 
     # -- acknowledging ------------------------------------------------------------
 

@@ -131,9 +131,7 @@ class Transaction:
             if self._begun:
                 self._finish(timeout)
         except ConnectionLostError as error:
-            raise TransactionRolledBackError(
-                f"Transaction {self.name} is rolled back: {error}"
-            ) from error
+            raise self._rolled_back(error) from error
         if not joined:
             for ack_id in acks:
                 self.link.post(frames.encode("ACK", {"id": ack_id}))
@@ -156,9 +154,7 @@ class Transaction:
                 self.fail(error)
         if self.error is not None:
             self.abort(timeout)
-            raise TransactionRolledBackError(
-                f"Transaction {self.name} is rolled back: {self.error}"
-            ) from self.error
+            raise self._rolled_back(self.error) from self.error
 
     def _finish(self, timeout: float) -> None:
         give_up = time.monotonic() + timeout
@@ -214,8 +210,11 @@ class Transaction:
                 f"Transaction {self.name} is in doubt: {error} Receive and send again "
                 "on a new connection; the message ids let receivers drop duplicates."
             )
+        return self._rolled_back(self.error or error)
+
+    def _rolled_back(self, error: MessagingError) -> TransactionRolledBackError:
         return TransactionRolledBackError(
-            f"Transaction {self.name} is rolled back: {self.error or error}"
+            f"Transaction {self.name} is rolled back: {error}"
         )
 
     def _wait_for_reason(self) -> None:
