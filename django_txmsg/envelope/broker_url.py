@@ -9,14 +9,17 @@ from __future__ import annotations
 import difflib
 import re
 import ssl
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from ..errors import MAX_SECONDS
 
+#: Numbers that may be 0. All others must be more.
+_MAY_BE_ZERO = frozenset({"heartbeat", "give_up_after_timeouts"})
 #: Options of a URL's query that are secret.
 _SECRET = re.compile(r"((?:password|passcode|secret|token)=)[^&#]*", re.IGNORECASE)
 
@@ -145,11 +148,6 @@ class ConnectionOptions:
     #: Created from the scheme and the three files.
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
-    #: Options that may be 0. All other numbers must be more.
-    may_be_zero: ClassVar[frozenset[str]] = frozenset({"heartbeat"})
-    #: The greatest values of options that are not seconds, or have a smaller range.
-    most: ClassVar[Mapping[str, float]] = {"max_in_flight_bytes": 2**40}
-
     def with_tls(self) -> Any:
         """Return these options with a TLS context that always verifies the broker's
         certificate and host name. If the options have a context already, return them
@@ -201,7 +199,7 @@ def read_connection(
 def _read_options(
     kind: type[Options], written: Mapping[str, str], given: Mapping[str, Any]
 ) -> Options:
-    hints = get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
     known = {one.name: hints[one.name] for one in fields(kind)}
     if "tls" not in given:
         del known["tls"]
@@ -221,19 +219,21 @@ def _read_options(
     for name, hint in known.items():
         if hint not in (int, float):
             continue
-        number, zero = getattr(options, name), name in kind.may_be_zero
+        number, zero = getattr(options, name), name in _MAY_BE_ZERO
         if not (number > 0 or (number == 0 and zero)):
             low = "not be negative" if zero else "be more than 0"
             raise ValueError(f"Broker option {name} must {low}.")
-        if number > kind.most.get(name, MAX_SECONDS):
+        most = MAX_SECONDS if hint is float else 2**40  # AMQP's heartbeat has 16 bits
+        if number > (65535 if name == "heartbeat" else most):
             raise ValueError(f"Broker option {name} is too large.")
     return options
 
 
 def _value(hint: Any, value: Any) -> Any:
+    words = ("yes", "no") if hint is bool else typing.get_args(hint)
+    if value not in words and (hint is bool or typing.get_origin(hint) is Literal):
+        raise ValueError(f"it is {' or '.join(words)}.")
     if hint is bool:
-        if value not in ("yes", "no"):
-            raise ValueError("it is yes or no.")
         return value == "yes"
     if hint in (int, float) or (isinstance(hint, type) and issubclass(hint, Enum)):
         return hint(value)

@@ -12,7 +12,7 @@ import sys
 import warnings
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 from ..envelope import broker_url
 from ..envelope.broker_url import ConnectionOptions, without_password
@@ -73,9 +73,6 @@ class Options(ConnectionOptions):
     #: event loop.
     in_atomic: Policy = Policy.WARN
     on_event_loop: Policy = Policy.ALLOW
-    may_be_zero: ClassVar[frozenset[str]] = frozenset(
-        {"heartbeat", "give_up_after_timeouts"}
-    )
 
     def check_asynchronous(self) -> None:
         """Apply the policies to a send that has a listener or a future.

@@ -6,16 +6,14 @@ most similar known option.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Literal
 from urllib.parse import unquote
 
 from ...envelope import broker_url
 from ...envelope.broker_url import ConnectionOptions, without_password
 
 DEFAULT_PORTS = {"amqp": 5672, "amqps": 5671}
-QUEUE_TYPES = ("quorum", "classic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +30,8 @@ class Options(ConnectionOptions):
     max_in_flight: int = 1000
     #: Whether missing queues are declared.
     declare: bool = True
-    #: The type of a declared queue: `quorum` or `classic`.
-    queue_type: str = "quorum"
-
-    most: ClassVar[Mapping[str, float]] = {
-        **ConnectionOptions.most,
-        "heartbeat": 65535,
-        "max_in_flight": 2**31,
-    }
+    #: The type of a declared queue.
+    queue_type: Literal["quorum", "classic"] = "quorum"
 
 
 def read_url(url: str) -> tuple[Options, list[tuple[str, int]]]:
@@ -56,10 +48,4 @@ def read_url(url: str) -> tuple[Options, list[tuple[str, int]]]:
     given = {}
     if len(parts.path) > 1 and "vhost" not in query:
         given["vhost"] = unquote(parts.path[1:])
-    options, addresses = broker_url.read_connection(url, Options, DEFAULT_PORTS, given)
-    if options.queue_type not in QUEUE_TYPES:
-        raise ValueError(
-            f"Broker option queue_type={options.queue_type!r} is wrong: "
-            f"it is {' or '.join(QUEUE_TYPES)}."
-        )
-    return options, addresses
+    return broker_url.read_connection(url, Options, DEFAULT_PORTS, given)
