@@ -98,9 +98,19 @@ def of_entry(alias: str, entry: Mapping[str, Any]) -> Broker:
     path = entry.get("BACKEND")
     if path is None:
         return make_broker(alias, url)
-    made = _imported(alias, path)(alias, url)
-    assert isinstance(made, Broker)
-    return made
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name) if module else None
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"The BACKEND of broker {alias!r}, {path!r}, cannot be imported: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Broker)):
+        raise ConfigurationError(
+            f"The BACKEND of broker {alias!r}, {path!r}, is not a subclass of "
+            "django_txmsg.brokers.Broker."
+        )
+    return found(alias, url)
 
 
 def find_broker(alias: str) -> Broker | None:
@@ -142,20 +152,3 @@ def without_client(url: str) -> BuiltIn | None:
     found = BY_SCHEME.get(url.partition("://")[0].lower())
     absent = found and found.module and find_spec(found.module) is None
     return found if absent else None
-
-
-def _imported(alias: str, path: str) -> type[Broker]:
-    """Import and return the class that `"BACKEND"` names by its dotted path."""
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(import_module(module), name) if module else None
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"The BACKEND of broker {alias!r}, {path!r}, cannot be imported: {error}"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, Broker)):
-        raise ConfigurationError(
-            f"The BACKEND of broker {alias!r}, {path!r}, is not a subclass of "
-            "django_txmsg.brokers.Broker."
-        )
-    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from celery import Celery
@@ -59,8 +60,9 @@ class CelerySession(Session):
         self._confirms = hasattr(channel, "confirm_select")
         if self._confirms:
             channel.confirm_select()
-            channel.events["basic_ack"].add(self._on_ack)
-            channel.events["basic_nack"].add(self._on_nack)
+            refusal = "the broker has refused it (basic.nack)"
+            channel.events["basic_ack"].add(partial(self._settle, ""))
+            channel.events["basic_nack"].add(partial(self._settle, refusal))
             channel.events["basic_return"].add(self._on_return)
         self._ends = ends(self._connection, channels=self._confirms)
 
@@ -188,13 +190,7 @@ class CelerySession(Session):
                 self._connection.drain_events(timeout=left)
         return None
 
-    def _on_ack(self, tag: int, multiple: bool) -> None:
-        self._settle(tag, multiple, "")
-
-    def _on_nack(self, tag: int, multiple: bool) -> None:
-        self._settle(tag, multiple, "the broker has refused it (basic.nack)")
-
-    def _settle(self, tag: int, multiple: bool, refusal: str) -> None:
+    def _settle(self, refusal: str, tag: int, multiple: bool) -> None:
         for one in [one for one in self._open if one <= tag] if multiple else [tag]:
             number = self._open.pop(one, None)
             if number is not None and refusal:

@@ -74,6 +74,20 @@ log = logging.getLogger("django_txmsg.brokers.database")
 
 Result = TypeVar("Result")
 
+
+def ask(using: str, query: Callable[[], Result]) -> Result:
+    """Query a database, and return the result. Raises BrokerUnavailable if the database
+    does not answer, and drops the connection if it is broken."""
+    try:
+        return query()
+    except AnyDatabaseError as error:
+        if not database_health.may_pass(error):
+            raise
+        if database_health.is_away(error):
+            database_health.discard(using)
+        raise BrokerUnavailable(f"database {using!r}: {error}") from error
+
+
 #: Seconds between two checks that the listener is still alive, while no messages
 #: arrive.
 LONGEST_WAIT = 1.0
@@ -132,7 +146,7 @@ class DatabaseSession(Session):
     AHEAD = 0.2
 
     def __init__(self, using: str, lease: float, poll: float) -> None:
-        self._using = using
+        self._using, self._ask = using, partial(ask, using)
         self._lease, self._poll = lease, poll
         self._token = uuid.uuid4()
         self._rows = QueueMessage.objects.db_manager(using)
@@ -166,11 +180,13 @@ class DatabaseSession(Session):
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
         try:
-            self._query(lambda: self._insert(batch))
+            self._ask(lambda: self._insert(batch))
             self._tell()
-        except DataError:
+        except DataError as error:
             # PostgreSQL takes no NUL in JSON, say: only that message is refused.
-            return one_by_one(batch, self._insert_alone)
+            if len(batch) > 1:
+                return one_by_one(batch, lambda one: self.send([one])[0])
+            return [DispatchRejected(f"the database cannot hold this message: {error}")]
         return [None] * len(batch)
 
     def subscribe(
@@ -182,7 +198,7 @@ class DatabaseSession(Session):
             self._durable = subscriber is not None
             name = subscriber or str(self._token)
             self._queue = queue_name(destination, name)
-            self._query(lambda: self._subscriptions.add(destination, name))
+            self._ask(lambda: self._subscriptions.add(destination, name))
         self._share = Share()
         self._wakeup = notifications.Wakeup(
             self._using, notifications.queue(self._queue)
@@ -201,7 +217,7 @@ class DatabaseSession(Session):
             soon = max(1, int(self.AHEAD / max(self._pace, 1e-4)))
             room = min(soon, self._prefetch - len(self._held))
             if room > 0 and (wakeup.due() or self._cramped):
-                self._buffer.extend(self._query(partial(self._claim, room)))
+                self._buffer.extend(self._ask(partial(self._claim, room)))
                 if self._buffer:
                     wakeup.ring()  # there may be more
             left = deadline - time.monotonic()
@@ -241,7 +257,7 @@ class DatabaseSession(Session):
                 self._insert(self._enlisted)
 
         try:
-            self._query(settle)
+            self._ask(settle)
             self._tell()
         finally:
             self._enlisted = []
@@ -254,7 +270,7 @@ class DatabaseSession(Session):
             with connections[self._using].cursor() as cursor:
                 cursor.execute("SELECT 1")
 
-        self._query(ask)
+        self._ask(ask)
 
     def close(self) -> None:
         with contextlib.suppress(BrokerUnavailable):
@@ -270,25 +286,17 @@ class DatabaseSession(Session):
             with contextlib.suppress(BrokerUnavailable):
                 # Without a name, a subscription cannot be resumed.
                 topic, name = self._destination, str(self._token)
-                self._query(lambda: self._subscriptions.remove(topic, name))
+                self._ask(lambda: self._subscriptions.remove(topic, name))
         elif self._held:
             try:
                 held = list(self._held)
-                self._query(lambda: self._rows.release(held, self._token))
+                self._ask(lambda: self._rows.release(held, self._token))
                 self._to_notify.add(notifications.queue(self._queue))
                 self._tell()
             except BrokerUnavailable:
                 log.info(
                     "%d deliveries come back when their lease ends", len(self._held)
                 )
-
-    def _insert_alone(self, outgoing: Outgoing) -> BrokerError | None:
-        try:
-            self._query(lambda: self._insert([outgoing]))
-            self._tell()
-        except DataError as error:
-            return DispatchRejected(f"the database cannot hold this message: {error}")
-        return None
 
     def _insert(self, batch: Sequence[Outgoing]) -> None:
         topics = {one.destination for one in batch if wire.is_topic(one.destination)}
@@ -360,7 +368,7 @@ class DatabaseSession(Session):
     def _delete_acked(self) -> None:
         acked, self._acked, self._acked_at = self._acked, [], time.monotonic()
         if acked:
-            self._query(lambda: self._delete(acked))
+            self._ask(lambda: self._delete(acked))
 
     def _delete(self, deliveries: Sequence[Delivery]) -> int:
         if not deliveries:
@@ -383,13 +391,3 @@ class DatabaseSession(Session):
         """Extend the leases of all messages that this session holds."""
         if held := list(self._held):
             self._rows.extend(held, self._token, self._lease)
-
-    def _query(self, query: Callable[[], Result]) -> Result:
-        try:
-            return query()
-        except AnyDatabaseError as error:
-            if not database_health.may_pass(error):
-                raise
-            if database_health.is_away(error):
-                database_health.discard(self._using)
-            raise BrokerUnavailable(f"database {self._using!r}: {error}") from error

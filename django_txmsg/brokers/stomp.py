@@ -158,12 +158,12 @@ def outcome(
         if alone and isinstance(found, DispatchUnknown):
             return DestinationUnavailable(str(error))
         return found
-    about_the_message = (
-        jms.InvalidDestinationError,
-        jms.MessageFormatError,
-        jms.UnsupportedOperationError,
-    )
-    if isinstance(error, about_the_message):
+    if isinstance(
+        error,
+        jms.InvalidDestinationError
+        | jms.MessageFormatError
+        | jms.UnsupportedOperationError,
+    ):
         return DispatchRejected(str(error))
     hung_up = isinstance(error, jms.ConnectionLostError) and not error.silent
     written = getattr(error, "written", True)

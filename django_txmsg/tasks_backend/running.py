@@ -13,14 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from django.db import Error as AnyDatabaseError
-from django.db import connections, transaction
+from django.db import transaction
 from django.utils import timezone
 
+from ..brokers.database import ask
 from ..envelope.message import Message
 from ..errors import BrokerUnavailable, TxmsgError
 from ..models import TaskRun
-from ..runtime import database_health
 from ..sending.scope import current_scope, enter_scope
 from ..stages import Stage
 from .framework import (
@@ -131,16 +130,10 @@ def _query(using: str, query: Callable[[], T]) -> T:
     Raises BrokerUnavailable if the database does not answer. The broker then delivers
     the task's message again, and no attempt is counted.
     """
-    for tries in (1, 2):
-        try:
-            return query()
-        except AnyDatabaseError as error:
-            if not database_health.may_pass(error):
-                raise
-            connections[using].close()
-            if tries == 2:
-                raise BrokerUnavailable(f"database {using!r}: {error}") from error
-    raise AssertionError
+    try:
+        return ask(using, query)
+    except BrokerUnavailable:
+        return ask(using, query)
 
 
 def call(result: AnyResult) -> Any:

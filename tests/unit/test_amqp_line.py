@@ -112,7 +112,7 @@ def test_a_blocked_connection_delays_no_other_heartbeat(line: Line) -> None:
             Link.beat(self)  # type: ignore[arg-type]
 
     other = Line(send_timeout=30.0)
-    line.transport._send_timeout = 30.0
+    line.transport._options = Options(send_timeout=30.0)
     while not line.transport._unsent:
         line.transport.write_soon(frames.HEARTBEAT)
     links: list[Any] = [Beating(line.transport), Beating(other.transport)]

@@ -217,9 +217,7 @@ def text(value: Any) -> str:
         return value
     if value is None:
         return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict | list):
+    if isinstance(value, bool | dict | list):
         return json.dumps(value, default=str)
     return str(value)
 

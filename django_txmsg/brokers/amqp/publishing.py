@@ -12,7 +12,8 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import amqp
 from amqp import spec
@@ -42,7 +43,7 @@ class Publisher:
         #: Number of a send -> index of its message, in the order of the sends.
         self._pending: dict[int, int] = {}
         self._settled: list[tuple[int, BrokerError | None]] = []
-        self._batch: Sequence[Ready | None] = ()
+        self._batch: Mapping[int, Ready] = {}
         self._returned: dict[int, BrokerError] = {}
         #: Whether the broker has reported on this channel that a message could not be
         #: stored.
@@ -50,15 +51,15 @@ class Publisher:
 
     def publish(
         self,
-        batch: Sequence[Ready | None],
+        batch: Mapping[int, Ready],
         keys: Sequence[str],
         outcomes: list[BrokerError | None],
         *,
         window: int,
         timeout: float,
     ) -> None:
-        """Send the messages that have no outcome yet, and write each outcome into
-        `outcomes`.
+        """Send the messages in `batch`, by their index, and write each outcome into
+        `outcomes`. A message that is not in `batch` has its outcome already.
 
         Two messages of one key are never in flight together. The second message is sent
         only after the broker has stored the first. If the first is not stored, the
@@ -104,7 +105,7 @@ class Publisher:
                 written=False,
                 hung_up=hung_up,
             )
-        self._pending, self._batch = {}, ()
+        self._pending, self._batch = {}, {}
 
     def _closed(self, closed: ChannelClosed) -> BrokerError:
         """Return the outcome that all messages in flight get, after the broker has
@@ -115,7 +116,7 @@ class Publisher:
             self._link.transport.close()
             return DispatchUnknown(closed.text, hung_up=True)
         error = refusals.by_amqp(closed.code, closed.text)
-        routes = {self._ready(index).route for index in self._pending.values()}
+        routes = {self._batch[index].route for index in self._pending.values()}
         of_all = isinstance(error, DestinationUnavailable) and len(routes) == 1
         if of_all or len(self._pending) == 1:
             return error
@@ -125,18 +126,13 @@ class Publisher:
         """Skip all other messages to a destination that has just refused a message.
         Each refusal would close the channel again."""
         refused = {
-            self._ready(index).route
+            self._batch[index].route
             for index, outcome in enumerate(sending.outcomes)
             if outcome is error
         }
         for index in sorted(sending.open):
-            if index in sending.open and self._ready(index).route in refused:
+            if index in sending.open and self._batch[index].route in refused:
                 sending.leave(index, error)
-
-    def _ready(self, index: int) -> Ready:
-        one = self._batch[index]
-        assert one is not None
-        return one
 
     def _open(self) -> None:
         """Ensure that a channel in confirm mode is open. If the broker has refused a
@@ -164,7 +160,7 @@ class Publisher:
             chunk = bytearray()
             while sending.ready and len(number_of) < window and size < limit:
                 index = sending.ready.popleft()
-                one = self._ready(index)
+                one = self._batch[index]
                 self._sent += 1
                 number_of[self._sent] = index
                 chunk += one.frames
@@ -180,7 +176,7 @@ class Publisher:
             if self._settled:
                 progress_at = time.monotonic()
                 for index, error in self._settled:
-                    size -= len(self._ready(index).frames)
+                    size -= len(self._batch[index].frames)
                     sending.settle(index, error)
                 self._settled.clear()
             elif left < 0:
@@ -195,14 +191,9 @@ class Publisher:
 
     def _settle(self, arguments: bytes, error: BrokerError | None) -> None:
         tag, multiple = struct.unpack_from(">QB", arguments)
+        tags = [tag] if tag in self._pending else []
         if multiple & 1:
-            tags = []
-            for one in self._pending:
-                if one > tag:
-                    break
-                tags.append(one)
-        else:
-            tags = [tag] if tag in self._pending else []
+            tags = list(takewhile(tag.__ge__, self._pending))
         for one in tags:
             index = self._pending.pop(one)
             self._settled.append((index, self._returned.pop(one, error)))
@@ -220,7 +211,7 @@ class Publisher:
         )
         for exactly in (True, False):
             for tag, index in self._pending.items():
-                one = self._ready(index)
+                one = self._batch[index]
                 if (
                     tag not in self._returned
                     and (one.route, one.body) == (route, body)

@@ -109,20 +109,14 @@ class _Heart:
 
     def __init__(self) -> None:
         self._links: Members[Link] = Members()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._changed = threading.Event()
+        name = "txmsg-amqp-heart"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def keep(self, link: Link) -> None:
         """Send heartbeats on this link, until the link is closed or no other object
         refers to the link."""
         self._links.add(link)
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._run, name="txmsg-amqp-heart", daemon=True
-                )
-                self._thread.start()
         self._changed.set()
 
     def _run(self) -> None:
@@ -137,8 +131,8 @@ class _Heart:
         for link in links:
             if link.owned.acquire(blocking=False):
                 try:
-                    # The session itself detects a broken link.
-                    with contextlib.suppress(OSError):
+                    # The session itself detects a broken link, and the thread goes on.
+                    with contextlib.suppress(Exception):
                         link.beat()
                 finally:
                     link.owned.release()
@@ -275,7 +269,7 @@ class AmqpSession(Session):
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
         outcomes: list[BrokerError | None] = [None] * len(batch)
-        ready: list[frames.Ready | None] = [None] * len(batch)
+        ready: dict[int, frames.Ready] = {}
         unavailable: dict[str, DestinationUnavailable] = {}
         options = self._link.options
         with self._link.owned:
