@@ -30,7 +30,7 @@ from ..envelope.message import new_id
 from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
 
 if TYPE_CHECKING:
-    from ..models.outbox_store import NewMessage, Origin
+    from ..models.outbox_store import Origin
     from ..sending.scope import Scope
 
 
@@ -366,6 +366,7 @@ def _store(
     current: Scope | None,
     origin: Origin,
 ) -> None:
+    from ..models.outbox_store import NewMessage
     from ..sending.storing import store
 
     task, *task.then = published
@@ -375,16 +376,6 @@ def _store(
             f"{conf.get().MAX_MESSAGE_BYTES} are accepted "
             f'(TXMSG["MAX_MESSAGE_BYTES"]). Store them elsewhere and send an id.'
         )
-    row = _row(app, name, task_id, task, current)
-    row.origin = origin
-    store([row], alias)
-
-
-def _row(
-    app: Any, name: str, task_id: str, task: Publication, current: Scope | None
-) -> NewMessage:
-    from ..models.outbox_store import NewMessage
-
     message_id, destination = identity(task_id), place(name)
     root = str(task.headers.get("root_id") or task_id)
     if current is not None and current.cause is not None:
@@ -392,7 +383,7 @@ def _row(
     headers: dict[str, str] = {}
     committed = tracing.created(message_id, destination, headers)
     headers[HEADER] = task.text()
-    return NewMessage(
+    row = NewMessage(
         message_id=message_id,
         broker=broker_of(app),
         destination=destination,
@@ -401,8 +392,10 @@ def _row(
         correlation_id=root[: wire.MAX_CORRELATION_ID],
         session_id=current.session_id if current else None,
         headers=headers,
+        origin=origin,
         committed=committed,
     )
+    store([row], alias)
 
 
 #: Characters that a destination cannot have.

@@ -10,13 +10,14 @@ django.tasks calls a backend's `check()` only if the backport is an installed ap
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, register
 from django.utils.module_loading import import_string
 
 from .. import conf
+from ..lazy_names import lazy_names
 from ..stages import Stage
 
 if TYPE_CHECKING:
@@ -25,12 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["TransactionalBackend"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from .backend import TransactionalBackend
-
-        return TransactionalBackend
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, {"TransactionalBackend": ".backend"})
 
 
 def stages() -> Iterator[Stage]:
@@ -67,14 +63,12 @@ def _is_ours(path: str) -> bool:
 def check(**_: object) -> list[CheckMessage]:
     """Return a message for each invalid option, and for each invalid name of a
     queue."""
-    return [] if conf.problems() else list(_found())
-
-
-def _found() -> Iterator[CheckMessage]:
-    for backend in backends():
-        for name, why in backend.problems():
-            yield Error(
-                f"{name} {why}.",
-                hint="See docs/how-to/django-tasks.md for the options.",
-                id="txmsg.E040",
-            )
+    return [
+        Error(
+            f"{name} {why}.",
+            hint="See docs/how-to/django-tasks.md for the options.",
+            id="txmsg.E040",
+        )
+        for backend in ([] if conf.problems() else backends())
+        for name, why in backend.problems()
+    ]

@@ -137,14 +137,8 @@ class TransactionalBackend(BaseTaskBackend):
         super().__init__(alias, params)
         # `manage.py check` reports invalid options.
         wrong = {name for name, _ in problems(self.options)}
-        sound = "" not in wrong
-        self._given = Options(
-            **{
-                name: value
-                for name, value in (self.options.items() if sound else ())
-                if name not in wrong
-            }
-        )
+        given = {} if "" in wrong else self.options
+        self._given = Options(**{name: given[name] for name in given.keys() - wrong})
 
     def enqueue(  # type: ignore[override]  # of any task
         self, task: AnyTask, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -202,8 +196,7 @@ class TransactionalBackend(BaseTaskBackend):
             # An operator may have resent one that the broker had refused.
             row = rows.order_by("pk").last()
             if row is not None and self._is_mine(row):
-                stage = self.stage(row.destination)
-                return result_of(self, row, stage, trusted=trusted)
+                return result_of(self, row, trusted=trusted)
         raise TaskResultDoesNotExist(result_id)
 
     def runs(self, path: str) -> bool:

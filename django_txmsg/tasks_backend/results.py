@@ -49,9 +49,7 @@ class Backend(Protocol):
         """Return the stage that runs the tasks of one queue."""
 
 
-def result_of(
-    backend: Backend, row: OutboxMessage, stage: Stage, *, trusted: bool
-) -> AnyResult:
+def result_of(backend: Backend, row: OutboxMessage, *, trusted: bool) -> AnyResult:
     """Return the result of the task in an outbox row.
 
     Raises TaskResultDoesNotExist if the row is not a task, or if the task's function no
@@ -62,6 +60,7 @@ def result_of(
         task = task_of(backend, row.headers, trusted=trusted)
     except (DecodeError, InvalidTask) as error:
         raise TaskResultDoesNotExist(str(error)) from error
+    stage = backend.stage(row.destination)
     using, own = stage.definition.using, {"message_id": row.message_id}
     run = TaskRun.objects.using(using).filter(**own).first()
     seen = InboxMessage.objects.using(using).filter(**own, stage=stage.name)
