@@ -306,19 +306,10 @@ OF_A_DELIVERY = frozenset(
     }
 )
 
-#: Headers that a caller cannot set: those with `PREFIX`, and the protocol's.
+#: Headers that a caller cannot set, besides those with `PREFIX` and a broker's.
 RESERVED_HEADERS = OF_A_DELIVERY | {
-    MESSAGE_ID,
-    SERVICE,
-    CREATED,
-    KEY,
-    AFTER,
-    TYPE,
-    EXPIRES,
     *TWIN_NAMES,
     CONTENT_TYPE,
-    "expires",
-    "expiration",
     JMS_REPLY_TO,  # RabbitMQ replaces its value
     "cc",  # RabbitMQ reads these two as lists of further queues
     "bcc",
