@@ -63,12 +63,10 @@ def type_of(value: object) -> BodyType | None:
 def codec_of(annotation: Any) -> Codec:
     """Return the first codec that handles an annotation. Raises ConfigurationError if
     none does."""
-    for codec in _codecs():
+    for codec in (*_codecs(), _pydantic):
         if codec.handles(annotation):
             return codec
-    if not _pydantic.handles(annotation):
-        raise ConfigurationError(f"No codec handles {annotation!r}.")
-    return _pydantic
+    raise ConfigurationError(f"No codec handles {annotation!r}.")
 
 
 @cache

@@ -22,7 +22,7 @@ from django.db.models import Q
 from . import codecs, conf, wire
 from .envelope import message_type as message_types
 from .envelope.message_type import declaration
-from .envelope.schema_reader import faults
+from .envelope.schema_reader import Fault, faults
 from .envelope.typed_body import BodyType
 from .errors import ConfigurationError
 from .models import DeadLetter, InboxMessage, OutboxMessage, QueueMessage
@@ -106,7 +106,7 @@ def text(contract: Contract) -> str:
 
 class _Builder:
     def __init__(self, committed: Contract) -> None:
-        self._committed = committed
+        self._known = _messages(committed)
         self._messages: Contract = {}
         self._channels: Contract = {}
         self._operations: Contract = {}
@@ -181,15 +181,10 @@ class _Builder:
             }
         self._messages[name] = described
 
-    def _known(self, body: BodyType) -> Contract:
-        messages = self._committed.get("components", {}).get("messages", {})
-        found: Contract = messages.get(body.name, {})
-        return found
-
     def _older(self, body: BodyType) -> Contract:
         """Return the schemas of a type's earlier versions, as the committed contract
         lists them."""
-        known = self._known(body)
+        known = self._known.get(body.name, {})
         version, schema = known.get(VERSION, 1), schema_of(known)
         older: Contract = dict(known.get(READERS, {}))
         if schema is not None and version < body.version:
@@ -204,7 +199,7 @@ class _Builder:
         """Return the oldest version that can read the bodies which this code sends.
         This is the declared `readable_from`. If none is declared, this is the oldest
         version since which all changes are compatible."""
-        known = self._known(body)
+        known = self._known.get(body.name, {})
         if not known or declaration(body.cls).readable_from is not None:
             return body.oldest_reader
         version: int = known.get(VERSION, 1)
@@ -303,19 +298,15 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
         schema = schema_of(message)
         if schema is None:
             continue
-        seen = set()
+        found: dict[tuple[Fault, str], None] = {}  # each once, in order
         for version, other in _versions(before, was):
-            found = []
             if name in received and not message_types.needed(name, version, now):
-                found += [(one, OLD_MESSAGES) for one in faults(schema, other)]
+                found |= dict.fromkeys((f, OLD_MESSAGES) for f in faults(schema, other))
             if name in sent and message.get(READABLE_FROM, 1) <= version:
                 there = faults(other, schema, ours=True)
-                found += [(one, OLD_READERS) for one in there]
-            for fault, breaks in found:
-                change = Change(name, f"{fault.path}: {fault.kind}", breaks)
-                if change not in seen:
-                    yield change
-                seen.add(change)
+                found |= dict.fromkeys((f, OLD_READERS) for f in there)
+        for fault, breaks in found:
+            yield Change(name, f"{fault.path}: {fault.kind}", breaks)
 
 
 def _versions(message: Contract, version: int) -> Iterator[tuple[int, Contract]]:

@@ -117,7 +117,7 @@ def _arguments(handler: Callable[..., Any]) -> int:
     """Return the number of arguments for a handler that takes the body: 1 for the body,
     2 for body and message."""
     needed = [one for one in _positional(handler) if one.default is one.empty]
-    own = _own_signature(handler)
+    own = _signature(handler, follow_wrapped=False)
     if own is None or own == inspect.signature(handler):
         return max(len(needed), 1)
     kinds = [one.kind for one in own.parameters.values()]
@@ -131,12 +131,14 @@ def _arguments(handler: Callable[..., Any]) -> int:
     return 2 if second in _THE_MESSAGE or _named_message(second) else 1
 
 
-def _own_signature(handler: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature that a call of the handler must fit. The wrapper function of
-    a decorator reports the signature of the decorated function, but may take other
-    arguments."""
+def _signature(
+    handler: Callable[..., Any], *, follow_wrapped: bool
+) -> inspect.Signature | None:
+    """Return the signature of a handler, or None if it is unknown. The wrapper function
+    of a decorator reports the signature of the decorated function, but may take other
+    arguments. With `follow_wrapped=False`, return the one that a call must fit."""
     try:
-        return inspect.signature(handler, follow_wrapped=False)
+        return inspect.signature(handler, follow_wrapped=follow_wrapped)
     except (TypeError, ValueError):
         return None
 
@@ -144,7 +146,7 @@ def _own_signature(handler: Callable[..., Any]) -> inspect.Signature | None:
 def _check_call(handler: Callable[..., Any], arguments: int) -> None:
     """Raise ConfigurationError if the handler cannot be called with that many
     arguments."""
-    signature = _own_signature(handler)
+    signature = _signature(handler, follow_wrapped=False)
     if signature is None:
         return
     try:
@@ -160,11 +162,8 @@ def _check_call(handler: Callable[..., Any], arguments: int) -> None:
 
 
 def _positional(handler: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        signature = inspect.signature(handler)
-    except (TypeError, ValueError):
-        return []
-    return _taken(signature)
+    signature = _signature(handler, follow_wrapped=True)
+    return [] if signature is None else _taken(signature)
 
 
 def _taken(signature: inspect.Signature) -> list[inspect.Parameter]:

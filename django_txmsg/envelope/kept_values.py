@@ -17,7 +17,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from operator import attrgetter
 from typing import Any
 
 #: The path of the change, from the outside in, and a description of it.
@@ -136,42 +135,25 @@ def _same_entries(sent: Any, read: Any) -> Found:
     return _inside(sent, sent.values(), map(read.__getitem__, sent))
 
 
-def _same_attributes(names: Sequence[str]) -> Comparison:
+def _same_attributes(names: Sequence[str], *, by_value: bool = False) -> Comparison:
     steps = [FieldName(one) for one in names]
-    if len(names) < 2:
-        return lambda sent, read: _inside(
-            steps, _attributes(sent, names), _attributes(read, names)
-        )
-    values = attrgetter(*names)
 
-    def compare(sent: Any, read: Any) -> Found:
-        try:
-            return _inside(steps, values(sent), values(read))
-        except AttributeError:  # one that was deleted, or is not set yet
-            return _inside(steps, _attributes(sent, names), _attributes(read, names))
+    def values(of: Any) -> Iterable[Any]:
+        # An attribute may be deleted, or not set yet.
+        found = [getattr(of, one, _MISSING) for one in names]
+        return map(_value_of, found) if by_value else found
 
-    return compare
-
-
-def _attributes(of: Any, names: Sequence[str]) -> list[Any]:
-    return [getattr(of, one, _MISSING) for one in names]
+    return lambda sent, read: _inside(steps, values(sent), values(read))
 
 
 def _same_model(kind: Any) -> Comparison:
     """Return a function that compares two pydantic models, including private attributes
     and extra values."""
     names = [*kind.model_fields, *kind.__private_attributes__, "model_extra"]
-    if not kind.model_config.get("use_enum_values"):
-        return _same_attributes(names)
-    steps = [FieldName(one) for one in names]
-
-    def compare(sent: Any, read: Any) -> Found:
-        # Fields hold validated values, except defaults, which pydantic does not
-        # validate.
-        own = map(_value_of, _attributes(sent, names))
-        return _inside(steps, own, map(_value_of, _attributes(read, names)))
-
-    return compare
+    # With this option, fields hold the values of members, except defaults, which
+    # pydantic does not validate.
+    by_value = bool(kind.model_config.get("use_enum_values"))
+    return _same_attributes(names, by_value=by_value)
 
 
 def _value_of(one: Any) -> Any:

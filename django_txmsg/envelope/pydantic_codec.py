@@ -29,12 +29,6 @@ MARK = "x-txmsg-decimal"
 ALIASES = "x-txmsg-aliases"
 
 
-def with_exact_numbers(value: Any, schema: dict[str, Any]) -> Any:
-    """Return a parsed body in which the numbers of Decimal fields are text. Return the
-    same object if there are no such numbers."""
-    return _Exact(schema.get("$defs", {})).walk(value, schema)
-
-
 def with_aliases(schema: Any) -> Any:
     """Return a schema in which each object also lists its fields under their
     aliases."""
@@ -72,6 +66,8 @@ class _Exact:
         self._definitions = definitions
 
     def walk(self, value: Any, schema: Any) -> Any:
+        """Return a parsed body in which the numbers of Decimal fields are text. Return
+        the same object if there are no such numbers."""
         if not isinstance(schema, dict):
             return value
         while "$ref" in schema:
@@ -238,8 +234,11 @@ class PydanticCodec(Codec):
         return self._adapter(annotation) is not None
 
     def decode(self, annotation: Any, body: bytes) -> Any:
-        exactly = self._marks(annotation).decimals and _may_have_fractions(body)
-        if exactly or _has_constants(body):
+        exactly = self._marks(annotation).decimals and (
+            body[:1] in b"-0123456789" or _FRACTION.search(body)
+        )
+        # Python's parser accepts these words, although they are not JSON.
+        if exactly or b"NaN" in body or b"Infinity" in body:
             return self._exactly(annotation, from_json(body), body)
         return self._validated(annotation, body)
 
@@ -251,8 +250,9 @@ class PydanticCodec(Codec):
         numbers of Decimal fields are replaced by their texts, so that no digit is lost.
         If there are no such numbers, or if the texts are not valid, the original body
         is validated."""
-        marks = self._marks(annotation)
-        exact = with_exact_numbers(value, marks.schema) if marks.decimals else value
+        marks, exact = self._marks(annotation), value
+        if marks.decimals:
+            exact = _Exact(marks.schema.get("$defs", {})).walk(value, marks.schema)
         if exact is not value:
             try:
                 return self._validated(annotation, to_json(exact))
@@ -360,13 +360,3 @@ class PydanticCodec(Codec):
         except KeyError:
             found = marked(self._adapter(annotation))
             return self._marked.setdefault(annotation, found)
-
-
-def _may_have_fractions(body: bytes) -> bool:
-    return body[:1] in b"-0123456789" or _FRACTION.search(body) is not None
-
-
-def _has_constants(body: bytes) -> bool:
-    """Return whether a body may contain `NaN`, `Infinity` or `-Infinity`. Python's
-    parser accepts these words, although they are not JSON."""
-    return b"NaN" in body or b"Infinity" in body
