@@ -293,6 +293,7 @@ def test_full_queue_of_activemq_delays_only_its_own_messages(
         assert [n for n in taken if n % 5 == key] == list(range(key, 100, 5))
 
 
+@pytest.mark.timeout(900)  # a COMMIT is refused at random
 def test_no_refused_transaction_keeps_a_queue_of_activemq_full(
     small_activemq: SmallActiveMQ, destination: str
 ) -> None:
