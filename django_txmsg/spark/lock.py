@@ -28,7 +28,7 @@ def archiving(
         "it. (A transaction-pooling proxy breaks this lock: give the pipeline a direct "
         "connection.)"
     )
-    return _alone(connection, spec, f"{table}-archive", refused)
+    return _alone(connection, spec, f"archive/{table}", refused)
 
 
 def following(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
@@ -85,7 +85,8 @@ def _alone(
     process holds the lock. With `shared`, any number of processes may hold the lock
     together."""
     if spec.vendor == "sqlite":
-        path = f"{os.path.realpath(spec.path)}.{name}.lock"
+        suffix = "-".join(reversed(name.split("/")))  # outbox-archive
+        path = f"{os.path.realpath(spec.path)}.{suffix}.lock"
         try:
             # For reading: another user may own the file.
             lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
