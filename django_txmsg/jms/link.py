@@ -250,6 +250,8 @@ class Link:
             receipt, broker_message, names_receipts=names, blames=blames
         ):
             self._broker_message = broker_message
+            if self.error is not None:  # the writer was first to notice the end
+                self.error.broker_message = broker_message
             self.lose(f"the broker answered ERROR: {broker_message}")
         elif not receipt:
             self.changed.notify_all()
