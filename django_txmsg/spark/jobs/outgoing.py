@@ -13,9 +13,9 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from ..lock import storing
 from ..runs import Run, requested_ids
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema, struct_of
 from ..spec import JobSpec, SourceSpec, recordable
-from ..staging import Brought, Merged, Staging, ask_to_redeliver, attempt_key
+from ..staging import Brought, Staging, ask_to_redeliver, attempt_key
 from ..transforms import whole_log
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
 from ..transforms.reconcile import FINDINGS
@@ -69,24 +69,11 @@ _STAGED_TASK = struct_of(
 )
 
 
-@dataclass
-class Stored:
-    """The number of stored messages. In a dry run, the number of messages that a real
-    run would store."""
-
-    name: str
-    chosen: int
-    merged: Merged | None = None
-    operation: int | None = None
-    """The bulk operation that redelivers the selected dead letters."""
-    destinations: dict[str, int] = field(default_factory=dict)
-    sample: list[dict[str, Any]] = field(default_factory=list)
-
-
 def run_replay(
     spark: SparkSession, spec: JobSpec, options: ReplayOptions, run: Run
-) -> Stored:
-    """Select messages, and store them again under the name of this replay.
+) -> Outcome:
+    """Select messages, and store them again under the name of this replay. Returns a
+    summary of the stored messages.
 
     The default name is a digest of the options. So repeating a replay with the same
     options stores nothing.
@@ -117,7 +104,9 @@ def run_replay(
         ]  # fmt: skip
         if judged:
             described += [options.verdict, judged]
-        itself = run.id if table is DEAD_LETTERS else _digest(described)
+        text = json.dumps(described, sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:24]
+        itself = run.id if table is DEAD_LETTERS else digest
         name = options.name or f"replay-{options.request or itself}"
         picked = [found_in(log, judged, options.verdict)] if judged else []
         wanted = requested_ids(source, options.request) if options.request else []
@@ -131,9 +120,10 @@ def run_replay(
             _insist_on_proof(log, chosen)
         rows = to_outbox_rows(chosen, run=name, mode=options.mode)
         stored = _store(rows, source, name, options.rate, options.dry_run, run)
-        if wanted and not options.dry_run and stored.chosen < len(wanted):
+        left = len(wanted) - stored.facts["chosen"]
+        if left > 0 and not options.dry_run:
             raise UsageError(
-                f"{len(wanted) - stored.chosen:,} of {len(wanted):,} requested "
+                f"{left:,} of {len(wanted):,} requested "
                 "messages were not replayed: they have not been sent yet, were "
                 "cancelled, or are neither in the database nor in the lake. The others "
                 f"are stored as {name}."
@@ -143,9 +133,9 @@ def run_replay(
 
 def run_send(
     spark: SparkSession, spec: JobSpec, given: argparse.Namespace, run: Run
-) -> Stored:
+) -> Outcome:
     """Store one message for each row of a dataset. `given` are the options of `send`,
-    with a parsed template."""
+    with a parsed template. Returns a summary of the stored messages."""
     source = spec.service()
     kind = given.format or given.path.rstrip("/").rpartition(".")[2].lower()
     if kind not in ("parquet", "csv", "json", "jsonl"):
@@ -185,28 +175,22 @@ def choose(
     `cancelled`.
     """
     struct = table.lake_struct()
-    live = log.read_live(table, table.struct())
+    live = log.read_live(table, table.struct()).withColumns(
+        {"day": sf.to_date(table.clock), "batch_id": sf.lit(None).cast("long")}
+    )
     if table is DEAD_LETTERS:
         # Open ones are only in the database.
-        frames = [
-            live.where(dead_letters.OPEN.sql()).withColumn("outcome", sf.lit("open"))
-        ]
+        letters = live.where(dead_letters.OPEN.sql())
+        frames = [letters.withColumn("outcome", sf.lit("open"))]
     else:
         ended = sf.when(sf.col("dispatched_at").isNotNull(), "dispatched").when(
             sf.col("dead_at").isNotNull(), "dead"
         )
         frames = [live.withColumn("outcome", ended).where("outcome IS NOT NULL")]
-    frames[0] = frames[0].withColumns(
-        {
-            "day": sf.to_date(table.clock),
-            "batch_id": sf.lit(None).cast("long"),
-        }
-    )
-    if table is OUTBOX and log.lake is not None:
-        kept = log.lake.table(table.name, table.lake_struct())
-        services = [one.service for one in log.live]
-        frames.append(kept.read(log.spark, services=services))
-    if table is OUTBOX:
+        if log.lake is not None:
+            kept = log.lake.table(table.name, struct)
+            services = [one.service for one in log.live]
+            frames.append(kept.read(log.spark, services=services))
         frames = [_but_cancelled(frame, options.where) for frame in frames]
     try:
         frames = [
@@ -284,7 +268,7 @@ def _store(
     rate: float,
     dry_run: bool,
     run: Run,
-) -> Stored:
+) -> Outcome:
     _insist_on_a_name(name)
     if dry_run:
         return _shown(rows, name, run)
@@ -292,17 +276,21 @@ def _store(
     staged = rows.mapInArrow(partial(_stage, staging), _STAGED_TASK).collect()
     tasks = [Brought(row.task, row.rows, int(row.ids, 16)) for row in staged]
     merged = staging.merge(tasks, rate=rate)
+    facts = {"name": name, "chosen": merged.staged}
     run.rows = merged.stored
-    run.counts = {
-        "name": name, "chosen": merged.staged, "stored": merged.stored,
-        "known": merged.known,
-    }  # fmt: skip
-    return Stored(name, merged.staged, merged)
+    run.counts = facts | {"stored": merged.stored, "known": merged.known}
+    lines = [f"{merged.stored:,} of {merged.staged:,} messages stored as {name}."]
+    if merged.known:
+        lines.append(
+            f"{merged.known:,} were stored by {name} before. Give another --name "
+            "to store them once more."
+        )
+    return Outcome(lines, facts)
 
 
 def _redeliver(
     chosen: DataFrame, source: SourceSpec, name: str, options: ReplayOptions, run: Run
-) -> Stored:
+) -> Outcome:
     """Request a bulk operation in which the app redelivers the chosen dead letters."""
     _insist_on_a_name(name)
     if options.dry_run:
@@ -314,7 +302,20 @@ def _redeliver(
     )
     run.rows = 0 if operation is None else len(letters)
     run.counts = {"name": name, "chosen": len(letters), "operation": operation}
-    return Stored(name, len(letters), operation=operation)
+    line = f"{len(letters):,} dead letter{'s' * (len(letters) != 1)}: "
+    if not letters:
+        line = "No open dead letter was selected."
+    elif operation is None:
+        line += (
+            f"{name} has requested them before. Give another --name to request them "
+            "again."
+        )
+    else:
+        line += (
+            f"bulk operation {operation} redelivers them, as {name}. The service's "
+            "manage.py consume works it off."
+        )
+    return Outcome([line], dict(run.counts))
 
 
 def _insist_on_a_name(name: str) -> None:
@@ -322,17 +323,21 @@ def _insist_on_a_name(name: str) -> None:
         raise UsageError("The name of a replay has at most 64 characters.")
 
 
-def _shown(rows: DataFrame, name: str, run: Run) -> Stored:
+def _shown(rows: DataFrame, name: str, run: Run) -> Outcome:
+    """Return a summary of the messages that would be stored."""
     per_destination = rows.groupBy("destination").count().collect()
     counts = {row["destination"]: row["count"] for row in per_destination}
     # Only ids, no content: what TXMSG["MASK"] hides elsewhere must not be shown here.
-    sample = rows.limit(5).select(
+    few = rows.limit(5).select(
         "message_id", "destination", sf.octet_length("body").alias("bytes")
     )
-    stored = Stored(name, sum(counts.values()), destinations=counts)
-    stored.sample = [row.asDict() for row in sample.collect()]
-    run.counts = {"name": name, "chosen": stored.chosen, "dry_run": True}
-    return stored
+    sample = [row.asDict() for row in few.collect()]
+    facts = {"name": name, "chosen": sum(counts.values())}
+    run.counts = facts | {"dry_run": True}
+    lines = [f"{facts['chosen']:,} messages would be stored under {name}."]
+    lines += [f"  {name}: {n:,}" for name, n in sorted(counts.items())]
+    lines += [f"  {one}" for one in sample]
+    return Outcome(lines, facts | {"destinations": counts, "sample": sample})
 
 
 def _stage(
@@ -360,11 +365,6 @@ def _insist_on_bodies(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
-def _digest(described: Any) -> str:
-    text = json.dumps(described, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
 def _short(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].partition(";")[0].rstrip(".") + "."
 
@@ -386,14 +386,16 @@ def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcom
     """Run a replay, and return a summary of the stored messages. Raises
     PipelineError."""
     options = options_of(ReplayOptions, given, found_by=given.run)
-    return _outgoing(lambda spark: run_replay(spark, spec, options, run), given)
+    with job_session(given) as spark:
+        return run_replay(spark, spec, options, run)
 
 
 def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Send a dataset, and return a summary of the stored messages. Raises
     PipelineError."""
     given.template = parse_template(_template(given.template))
-    return _outgoing(lambda spark: run_send(spark, spec, given, run), given)
+    with job_session(given) as spark:
+        return run_send(spark, spec, given, run)
 
 
 def _template(text: str) -> str:
@@ -405,43 +407,3 @@ def _template(text: str) -> str:
         return Path(text).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"The template {text!r} cannot be read: {error}") from error
-
-
-def _outgoing(
-    work: Callable[[SparkSession], Any], given: argparse.Namespace
-) -> Outcome:
-    with job_session(given) as spark:
-        done = work(spark)
-    facts: dict[str, Any] = {"name": done.name, "chosen": done.chosen}
-    if given.dry_run:
-        lines = [f"{done.chosen:,} messages would be stored under {done.name}."]
-        lines += [f"  {name}: {n:,}" for name, n in sorted(done.destinations.items())]
-        lines += [f"  {one}" for one in done.sample]
-        facts |= {"destinations": done.destinations, "sample": done.sample}
-        return Outcome(lines, facts)
-    if done.merged is None:
-        facts["operation"] = done.operation
-        return Outcome([_requested(done)], facts)
-    merged = done.merged
-    lines = [f"{merged.stored:,} of {merged.staged:,} messages stored as {done.name}."]
-    if merged.known:
-        lines.append(
-            f"{merged.known:,} were stored by {done.name} before. Give another --name "
-            "to store them once more."
-        )
-    return Outcome(lines, facts)
-
-
-def _requested(done: Stored) -> str:
-    letters = f"{done.chosen:,} dead letter{'s' * (done.chosen != 1)}"
-    if done.operation is None and done.chosen:
-        return (
-            f"{letters}: {done.name} has requested them before. Give another --name "
-            "to request them again."
-        )
-    if done.operation is None:
-        return "No open dead letter was selected."
-    return (
-        f"{letters}: bulk operation {done.operation} redelivers them, as {done.name}. "
-        "The service's manage.py consume works it off."
-    )
