@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from django_txmsg.spark.errors import VerificationRefused
-from django_txmsg.spark.jobs.analyze import AnalyzeOptions, run_analyze
+from django_txmsg.spark.jobs.analyze import run_analyze
 from django_txmsg.spark.progress import Progress
 from django_txmsg.spark.runs import Run, recorded
 from django_txmsg.spark.schemas import Table
@@ -234,8 +234,8 @@ def test_the_report_reaches_to_now_and_counts_what_waits(
         ]
     )  # fmt: skip
 
-    options = AnalyzeOptions(now - timedelta(days=7), keep=False)
-    found = run_analyze(spark, JobSpec((log.spec,)), options, Run("analyze", {}))
+    spec, run = JobSpec((log.spec,)), Run("analyze", {})
+    found = run_analyze(spark, spec, now - timedelta(days=7), run, keep=False)
 
     assert found.totals["backlog"] == 20
     assert found.totals["stored"] == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from django_txmsg.spark.jobs.analyze import AnalyzeOptions, in_lake, run_analyze
+from django_txmsg.spark.jobs.analyze import in_lake, run_analyze
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.report import render
 from django_txmsg.spark.runs import Run
@@ -51,13 +51,13 @@ def test_size_and_growth_are_counted_by_service(make_log, lake: LakeSpec) -> Non
 def test_report_shows_what_each_service_costs(spark, make_log, lake: LakeSpec) -> None:
     log: Log = make_log("sqlite")
     spec = JobSpec((log.spec,), lake)
-    options = AnalyzeOptions(dt.datetime.now(dt.timezone.utc), keep=False)
-    none = run_analyze(spark, spec, options, Run("analyze", {}))
+    now = dt.datetime.now(dt.timezone.utc)
+    none = run_analyze(spark, spec, now, Run("analyze", {}), keep=False)
     assert "There is no lake" in render(none)
     log.send_many(5)
     took = run(spec, "archive", "--older-than", "1d", "--engine", "local")["seconds"]
 
-    found = run_analyze(spark, spec, options, Run("analyze", {}))
+    found = run_analyze(spark, spec, now, Run("analyze", {}), keep=False)
 
     [shop] = found.usage
     assert 0 < shop["seconds"] <= took

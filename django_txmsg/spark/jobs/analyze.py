@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +34,15 @@ TOP = 25
 SHOWN, AVERAGED = 30, 7
 
 
-@dataclass(frozen=True)
-class AnalyzeOptions:
-    """The options of `analyze`."""
-
-    since: dt.datetime
-    html: str = ""
-    keep: bool = True
-
-
 def run_analyze(
-    spark: SparkSession, spec: JobSpec, options: AnalyzeOptions, run: Run
+    spark: SparkSession, spec: JobSpec, since: dt.datetime, run: Run, *, keep: bool
 ) -> Findings:
-    """Analyse the messages since an instant, store the tables in the lake, and write
-    the report."""
+    """Analyse the messages since an instant, and return the report's data. With `keep`,
+    store the tables in the lake."""
     with WholeLog(spark, spec) as log:
         until = max(one.taken for one in log.live)
-        day = (options.since - dt.timedelta(days=1)).date()
-        start = timestamp(options.since)
+        day = (since - dt.timedelta(days=1)).date()
+        start = timestamp(since)
         # Messages that waited at the beginning may have been stored at any time before.
         outbox = _narrow(log, OUTBOX, _SENT)
         sent = outbox.where(sf.col("created_at") >= start)
@@ -66,20 +57,20 @@ def run_analyze(
             one.persist(StorageLevel.MEMORY_AND_DISK)
             for one in (sent, received, letters)
         )
-        waiting = tables.backlog(outbox, options.since, until)
+        waiting = tables.backlog(outbox, since, until)
         waiting = waiting.persist(StorageLevel.MEMORY_AND_DISK)
         latencies = tables.stage_latencies(tables.from_due(received, outbox))
         latencies = latencies.persist(StorageLevel.MEMORY_AND_DISK)
         grouped = tables.groups(letters)
         found = Findings(
             services=[one.service for one in spec.services],
-            since=options.since.astimezone(dt.timezone.utc),
+            since=since.astimezone(dt.timezone.utc),
             until=until.astimezone(dt.timezone.utc),
         )
         _fill(found, sent, received, waiting, latencies, grouped)
         add_findings(found, Noted(spec.service()))
-        found.usage = usage(log, options.since)
-        if options.keep and spec.lake is not None:
+        found.usage = usage(log, since)
+        if keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
             for name, struct, frame in (
                 ("latency", tables.LATENCY, latencies),
@@ -92,8 +83,6 @@ def run_analyze(
                 results.save(name, struct, frame)
         for one in (sent, received, letters, latencies, waiting):
             one.unpersist()
-    if options.html:
-        Path(options.html).write_text(render(found), encoding="utf-8")
     run.rows = int(found.totals["stored"] + found.totals["received"])
     run.counts = dict(found.totals)
     return found
@@ -119,50 +108,43 @@ def _fill(
 ) -> None:
     """Collect the data of the report: one row for each hour, and one row for each
     stage."""
-    flow = _by_hour(tables.throughput(sent, received))
-    waiting = _by_hour(backlogs)
     critical = latencies.where("measure = 'critical'")
-    times = _by_hour(tables.percentiles(critical, "hour"))
+    by_hour = (
+        tables.throughput(sent, received)
+        .join(backlogs, "hour", "full")
+        .join(tables.percentiles(critical, "hour"), "hour", "full")
+    )
+    # Unlike collect(), Arrow returns instants with their time zone.
+    rows = {row["hour"]: row for row in by_hour.toArrow().to_pylist()}
     # To the end of the period: a system that is down has no rows there. Rows of a clock
     # that is ahead are left out.
     last = found.until.replace(minute=0, second=0, microsecond=0)
-    first = min([*flow, *waiting, *times], default=last)
+    first = min(rows, default=last)
     count = max(0, int((last - first) / dt.timedelta(hours=1))) + 1
     found.hours = [first + dt.timedelta(hours=number) for number in range(count)]
+    hours = [rows.get(hour, {}) for hour in found.hours]
     for kind in ("stored", "dispatched", "processed", "buried"):
-        found.throughput[kind] = [
-            flow[hour][kind] if hour in flow else 0 for hour in found.hours
-        ]
-    level = 0.0
-    levels: list[float | None] = []
-    for hour in found.hours:
-        level = waiting[hour]["backlog"] if hour in waiting else level
-        levels.append(level)
-    found.backlog = levels
+        found.throughput[kind] = [row.get(kind) or 0 for row in hours]
     for rank in ("p50", "p95", "p99"):
-        found.critical[rank] = [
-            times[hour][rank] if hour in times else None for hour in found.hours
-        ]
-    handler = {
-        (row.receiver, row.stage): row.p95
-        for row in tables.percentiles(
-            latencies.where("measure = 'processing'"), "receiver", "stage"
-        ).collect()
-    }
-    again = {
-        (row.receiver, row.stage): row
-        for row in tables.redeliveries(received).collect()
-    }
-    stages = tables.percentiles(critical, "receiver", "stage").orderBy(
-        sf.desc("messages"), "receiver", "stage"
+        found.critical[rank] = [row.get(rank) for row in hours]
+    levels = [0.0]
+    for row in hours:
+        level = row.get("backlog")
+        levels.append(levels[-1] if level is None else level)
+    found.backlog = levels[1:]
+    stage = ["receiver", "stage"]
+    handled = tables.percentiles(latencies.where("measure = 'processing'"), *stage)
+    again = tables.redeliveries(received).withColumnRenamed("messages", "received")
+    stages = (
+        tables.percentiles(critical, *stage)
+        .join(handled.select(*stage, handled.p95.alias("handler_p95")), stage, "left")
+        .join(again.select(*stage, "received", "redelivered"), stage)
+        .fillna(0.0, ["handler_p95"])
     )
-    found.stages = [
-        row
-        | {"handler_p95": handler.get((row["receiver"], row["stage"])) or 0.0}
-        | {"redelivered": again[row["receiver"], row["stage"]].redelivered}
-        | {"received": again[row["receiver"], row["stage"]].messages}
-        for row in _first(stages)
-    ]
+    found.stages = _first(stages.orderBy(sf.desc("messages"), *stage))
+    [(received_in_all, redelivered)] = again.agg(
+        *[sf.coalesce(sf.sum(one), sf.lit(0)) for one in ("received", "redelivered")]
+    ).collect()
     found.senders = _first(tables.senders(sent).orderBy(sf.desc("messages")))
     shown = grouped.withColumns(
         {
@@ -175,9 +157,9 @@ def _fill(
     found.totals = {
         "stored": sum(one or 0 for one in found.throughput["stored"]),
         "processed": sum(one or 0 for one in found.throughput["processed"]),
-        "received": sum(row.messages for row in again.values()),
-        "redelivered": sum(row.redelivered for row in again.values()),
-        "backlog": max((one or 0 for one in levels), default=0),
+        "received": received_in_all,
+        "redelivered": redelivered,
+        "backlog": max(levels),
         "p95": (overall[0].p95 if overall else 0.0) or 0.0,
         "open": grouped.agg(sf.coalesce(sf.sum("open"), sf.lit(0))).collect()[0][0],
     }
@@ -186,11 +168,6 @@ def _fill(
 def _first(frame: DataFrame) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = frame.limit(TOP).toArrow().to_pylist()
     return rows
-
-
-def _by_hour(frame: DataFrame) -> dict[dt.datetime, dict[str, Any]]:
-    # Unlike collect(), Arrow returns instants with their time zone.
-    return {row["hour"]: row for row in frame.toArrow().to_pylist()}
 
 
 _SENT = (
@@ -244,31 +221,26 @@ def in_lake(lake: Lake) -> list[dict[str, Any]]:
     counts for the day on which it was stored, so the latest days may not be archived
     yet.
     """
-    services: dict[str, dict[str, Any]] = {}
-    days: dict[str, dict[dt.date, int]] = {}
+    services: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    days: defaultdict[str, Counter[dt.date]] = defaultdict(Counter)
     for name in lake.names():
         for file in lake.table(name, t.StructType()).named():
-            new = {"service": file.service, "bytes": 0, "files": 0, "results": 0}
-            one = services.setdefault(file.service, new)
-            one["files"] += 1
-            one["bytes"] += file.size
+            results = 0 if name in TABLES else file.size
+            services[file.service].update(files=1, bytes=file.size, results=results)
             if name in TABLES:
-                day = days.setdefault(file.service, {})
-                day[file.day] = day.get(file.day, 0) + file.size
-            else:
-                one["results"] += file.size
-    for service, one in services.items():
-        one |= _growth(days.get(service, {}))
-    return sorted(services.values(), key=lambda one: (-one["bytes"], one["service"]))
+                days[file.service][file.day] += file.size
+    found = [
+        {"service": service, **one, **_growth(days[service])}
+        for service, one in services.items()
+    ]
+    return sorted(found, key=lambda one: (-one["bytes"], one["service"]))
 
 
-def _growth(days: dict[dt.date, int]) -> dict[str, Any]:
+def _growth(days: Counter[dt.date]) -> dict[str, Any]:
     if not days:
         return {"growth": [], "a_day": 0.0}
     newest = max(days)
-    growth = [
-        days.get(newest - dt.timedelta(days=ago), 0) for ago in reversed(range(SHOWN))
-    ]
+    growth = [days[newest - dt.timedelta(days=ago)] for ago in reversed(range(SHOWN))]
     counted = min(AVERAGED, (newest - min(days)).days + 1)
     return {"growth": growth, "a_day": sum(growth[-counted:]) / counted}
 
@@ -277,13 +249,12 @@ def analyze_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
     """Run the analysis, and return a summary of stages and dead letters. Raises
     PipelineError."""
     insist_on("4.1.2", "analyze")  # its sketches of latencies
-    options = AnalyzeOptions(
-        since=given.since,
-        html="" if given.dry_run else given.html,
-        keep=not given.dry_run,
-    )
+    keep = not given.dry_run
     with job_session(given) as spark:
-        found = run_analyze(spark, spec, options, run)
+        found = run_analyze(spark, spec, given.since, run, keep=keep)
+    html = given.html if keep else ""
+    if html:
+        Path(html).write_text(render(found), encoding="utf-8")
     lines = [
         f"  {row['receiver']}/{row['stage']}: {row['messages']:,} messages, 95 % "
         f"within {row['p95']:.3f} s, {row['redelivered']:,} of {row['received']:,} "
@@ -300,10 +271,10 @@ def analyze_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
         f"of the lake, {row['a_day'] / 1e6:,.1f} MB more a day"
         for row in found.usage
     ]
-    if options.html:
-        lines.append(f"The report is in {options.html}.")
+    if html:
+        lines.append(f"The report is in {html}.")
     facts = {
         "stages": found.stages, "groups": found.groups, "usage": found.usage,
-        "html": options.html,
+        "html": html,
     }  # fmt: skip
     return Outcome(lines, facts)

@@ -8,6 +8,7 @@ can be merged over hours, days and destinations.
 from __future__ import annotations
 
 import datetime as dt
+from functools import reduce
 
 import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame, Window
@@ -124,17 +125,20 @@ SENDERS = struct_of("sender string, destination string, messages long, dead long
 def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
     """Return THROUGHPUT rows: for each hour, the number of messages that reached each
     state."""
-    events = _events(sent, "stored", "created_at")
-    for frame, kind, instant in (
-        (sent, "dispatched", "dispatched_at"),
-        (received, "processed", "processed_at"),
-        (received, "buried", "dead_at"),
-    ):
-        events = events.unionByName(_events(frame, kind, instant))
-    kinds = [f.name for f in THROUGHPUT.fields if f.name != "hour"]
-    return events.groupBy("hour").agg(
-        *[sf.count_if(sf.col("kind") == kind).alias(kind) for kind in kinds]
-    )
+    events = [
+        frame.select(
+            sf.date_trunc("hour", instant).alias("hour"), sf.lit(kind).alias("kind")
+        )
+        for frame, kind, instant in (
+            (sent, "stored", "created_at"),
+            (sent, "dispatched", "dispatched_at"),
+            (received, "processed", "processed_at"),
+            (received, "buried", "dead_at"),
+        )
+    ]
+    whole = reduce(DataFrame.unionByName, events).where("hour IS NOT NULL")
+    by_kind = whole.groupBy("hour").pivot("kind", [*THROUGHPUT.fieldNames()[1:]])
+    return by_kind.count().fillna(0)
 
 
 def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFrame:
@@ -186,12 +190,6 @@ def senders(sent: DataFrame) -> DataFrame:
     return sent.groupBy(sf.col("service").alias("sender"), "destination").agg(
         sf.count("*").alias("messages"),
         sf.count(sf.when(failed, sf.col("dead_at"))).alias("dead"),
-    )
-
-
-def _events(frame: DataFrame, kind: str, instant: str) -> DataFrame:
-    return frame.where(sf.col(instant).isNotNull()).select(
-        sf.date_trunc("hour", instant).alias("hour"), sf.lit(kind).alias("kind")
     )
 
 
