@@ -149,19 +149,17 @@ def flow_verdicts(
     of_runs = waits.select(
         "message_id",
         sf.col("flow").alias("destination"),
-        "service",
-        sf.col("flow"),
-        sf.col("created_at").alias("sent_at"),
         "due_at",
         sf.when(undoing, "not_undone")
         .when(sf.coalesce(unanswered, sf.lit(False)), "unanswered")
         .alias("verdict"),
+        *_of_each(),
     )
-    start = reduce(
-        lambda found, one: found.when(sf.col("service") == one[0], timestamp(one[1])),
-        known_from.items(),
-        sf.when(sf.lit(False), timestamp(by.horizon)),
-    )
+    starts = [
+        sf.when(sf.col("service") == service, timestamp(at))
+        for service, at in known_from.items()
+    ]
+    start = sf.coalesce(*starts, sf.lit(None))
     unasked = (
         sf.col("request_id").isNotNull()
         & ~sf.coalesce("was_sent", sf.lit(False))
@@ -175,33 +173,28 @@ def flow_verdicts(
         .select(
             sf.coalesce("request_id", "message_id").alias("message_id"),
             "destination",
-            "service",
-            "flow",
-            sf.col("created_at").alias("sent_at"),
-            sf.lit(None).cast("timestamp").alias("due_at"),
             sf.when(unasked, "undo_without_request")
             .when(forgotten, "not_undone")
             .alias("verdict"),
+            *_of_each(),
         )
     )
-    found = of_runs.unionByName(of_undos).where("verdict IS NOT NULL")
-    known = {
-        "sender": sf.col("service"),
-        "consumer": sf.concat_ws("/", "service", "flow"),
-        "deliveries": sf.lit(0),
-        "times_processed": sf.lit(0),
-    }
-    return found.select(
-        *[
-            known.get(
-                one.name,
-                sf.col(one.name) if one.name in found.columns else sf.lit(None),
-            )
-            .cast(one.dataType)
-            .alias(one.name)
-            for one in VERDICT.fields
-        ]
-    )
+    found = runs.sparkSession.createDataFrame([], VERDICT)
+    for one in (of_runs, of_undos):
+        one = one.where("verdict IS NOT NULL")
+        found = found.unionByName(one, allowMissingColumns=True)
+    return found
+
+
+def _of_each() -> list[Column]:
+    """Return the columns that the verdicts of runs and of undos have in common."""
+    return [
+        sf.col("service").alias("sender"),
+        sf.concat_ws("/", "service", "flow").alias("consumer"),
+        sf.col("created_at").alias("sent_at"),
+        sf.lit(0).alias("deliveries"),
+        sf.lit(0).alias("times_processed"),
+    ]
 
 
 def _undos_of(runs: DataFrame, undos: DataFrame) -> DataFrame:

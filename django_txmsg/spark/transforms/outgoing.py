@@ -16,7 +16,6 @@ from pyspark.sql import Column, DataFrame, Window
 
 from ... import wire
 from ..errors import UsageError
-from ..schemas import STAGED
 
 _PLACE = re.compile(r"\{([^{}]+)\}")
 
@@ -61,7 +60,7 @@ def to_outbox_rows(
         .alias("content_type"),
         "body",
         sf.col("created_at").alias("position"),
-    ).select(*STAGED.fieldNames())
+    )
 
 
 def from_dataset(
@@ -109,7 +108,7 @@ def from_dataset(
         sf.lit(wire.JSON).alias("content_type"),
         sf.encode(body, "UTF-8").alias("body"),
         sf.lit(None).cast("timestamp").alias("position"),
-    ).select(*STAGED.fieldNames())
+    )
 
 
 def parse_template(text: str) -> Any:

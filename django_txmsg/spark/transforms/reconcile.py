@@ -11,14 +11,13 @@ import datetime as dt
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
 from ..schemas import struct_of
-from . import timestamp
+from . import MICROSECOND, timestamp
 from .journeys import RESOLUTIONS, is_topic, merged
 
 #: What the steps say of each destination, and of each listener of a topic.
@@ -114,11 +113,8 @@ def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame
     Sent and received messages are in the same frame, so that Spark shuffles them only
     once.
     """
-    wanted = expected.select(
-        sf.col("destination").alias("topic"),
-        sf.col("consumer").alias("listener"),
-        "since",
-        "until",
+    wanted = expected.withColumnsRenamed(
+        {"destination": "topic", "consumer": "listener"}
     )
     # A dead letter of a topic's message that could not leave goes with that.
     sent_at = sf.col("begun_at")
@@ -144,36 +140,22 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
             | (sf.col("sent_again_at").isNull() & (sf.col("begun_at") >= start))
         )
     first, last = sf.col("consumer"), sf.col("other_consumer")
-    steps = journeys.select(
-        "message_id",
-        "destination",
-        "pair",
-        "sender",
-        "broker",
-        "told_by",
-        sf.when(first == last, first)
-        .when(first.isNotNull(), sf.concat_ws(", ", first, last))
-        .when(sf.col("pair") != "", sf.col("pair"))
-        .alias("consumer"),
-        sf.coalesce("stored_at", "copied_at", "told_at").alias("sent_at"),
-        sf.coalesce("due_at", "told_at").alias("due_at"),
-        "due_again_at",
-        "dispatched_at",
-        # Dead, or expired, only if no row of it has left or may still leave.
-        sf.when(sf.col("stored") == sf.col("died"), sf.col("died_at")).alias("died_at"),
-        sf.when(sf.col("stored") == sf.col("expire"), sf.col("expires_at")).alias(
-            "expires_at"
-        ),
-        "received_at",
-        "tried_at",
-        "processed_at",
-        "buried_at",
-        *RESOLUTIONS.values(),
-        "deliveries",
-        "times_processed",
-        ((sf.col("stored") > 0) | sf.col("copied_at").isNotNull()).alias("was_sent"),
-        (sf.col("stored") > 0).alias("in_outbox"),
-        (sf.col("cancelled") == sf.col("died")).alias("by_intent"),
+    steps = journeys.withColumns(
+        {
+            "consumer": sf.when(first == last, first)
+            .when(first.isNotNull(), sf.concat_ws(", ", first, last))
+            .when(sf.col("pair") != "", sf.col("pair")),
+            "sent_at": sf.coalesce("stored_at", "copied_at", "told_at"),
+            "due_at": sf.coalesce("due_at", "told_at"),
+            # Dead, or expired, only if no row of it has left or may still leave.
+            "died_at": sf.when(sf.col("stored") == sf.col("died"), sf.col("died_at")),
+            "expires_at": sf.when(
+                sf.col("stored") == sf.col("expire"), sf.col("expires_at")
+            ),
+            "was_sent": (sf.col("stored") > 0) | sf.col("copied_at").isNotNull(),
+            "in_outbox": sf.col("stored") > 0,
+            "by_intent": sf.col("cancelled") == sf.col("died"),
+        }
     )
     # A message to a topic without listeners has no receiver to judge. And nothing is
     # known about a message of which only a dead letter is left.
@@ -318,11 +300,10 @@ def service_of(consumer: Column) -> Column:
 def fits(column: Column, patterns: Sequence[str]) -> Column:
     """Return whether a text matches one of these patterns. * matches any characters.
     False for null."""
-    tests = [
-        column.rlike(f"^{re.escape(one).replace(_ANY, '.*')}$") for one in patterns
-    ]
-    found = reduce(lambda one, other: one | other, tests, sf.lit(False))
-    return sf.coalesce(found, sf.lit(False))
+    if not patterns:
+        return sf.lit(False)
+    tests = [re.escape(one).replace(_ANY, ".*") for one in patterns]
+    return sf.coalesce(column.rlike(f"^(?:{'|'.join(tests)})$"), sf.lit(False))
 
 
 #: A pattern's star, as it is escaped.
@@ -385,31 +366,34 @@ def _is_a_task(by: Judgement) -> Column:
     """Return True if the message seems to be a Celery task whose worker keeps no inbox:
     the message went to a Celery broker, and no inbox has received any message from its
     destination."""
-    left = [
-        (sf.col("sender") == service) & (sf.col("broker") == alias)
-        for service, alias in by.task_brokers
-    ]
+    by_celery = sf.lit(False)
+    for service, alias in by.task_brokers:
+        sent = (sf.col("sender") == service) & (sf.col("broker") == alias)
+        by_celery = by_celery | sent
     not_received = ~sf.col("destination").isin(*by.received)
-    by_celery = reduce(lambda one, other: one | other, left, sf.lit(False))
     return sf.coalesce(by_celery & not_received, sf.lit(False))
 
 
 def _late(by: Judgement) -> Column:
     """Return the time after which a message is late at its destination, in
     microseconds."""
-    limit = sf.lit(int(by.late_after.total_seconds() * 1e6))
-    for pattern, least in reversed(by.late_at):
-        own = sf.lit(int(least.total_seconds() * 1e6))
-        limit = sf.when(fits(sf.col("destination"), [pattern]), own).otherwise(limit)
-    return limit
+    limits = [
+        sf.when(fits(sf.col("destination"), [pattern]), _micros(limit))
+        for pattern, limit in by.late_at
+    ]
+    return sf.coalesce(*limits, _micros(by.late_after))
+
+
+def _micros(limit: dt.timedelta) -> Column:
+    return sf.lit(limit // MICROSECOND)
 
 
 def _ahead(by: Judgement) -> Column:
     """Return by how much the receiver's clock is ahead of the sender's clock, in
     microseconds."""
-    ahead = sf.lit(0)
     receiver = service_of(sf.col("consumer"))
-    for sender, name, micros in by.clocks:
-        pair = (sf.col("sender") == sender) & (receiver == name)
-        ahead = sf.when(pair, sf.lit(micros)).otherwise(ahead)
-    return ahead
+    known = [
+        sf.when((sf.col("sender") == sender) & (receiver == name), sf.lit(micros))
+        for sender, name, micros in by.clocks
+    ]
+    return sf.coalesce(*known, sf.lit(0))
