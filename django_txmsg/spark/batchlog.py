@@ -127,7 +127,7 @@ def is_mounted(spec: JobSpec) -> bool:
     """Return whether a lake exists at the specified address. Raises LostBatches if
     the lake lacks a batch that one of the given services has archived into it."""
     uri = spec.lake_spec().uri
-    marks = [(source, *one) for source in spec.services for one in _marks(source)]
+    marks = [(source, *one) for source in spec.services for one in marks_in(source)]
     lake = None
     with suppress(NoLake):
         lake = Lake(spec.lake_spec())
@@ -138,7 +138,9 @@ def is_mounted(spec: JobSpec) -> bool:
     return lake is not None
 
 
-def _marks(source: SourceSpec) -> list[tuple[Table, list[Mark]]]:
+def marks_in(source: SourceSpec) -> list[tuple[Table, list[Mark]]]:
+    """Return the tables that a database has archived, each with its marks. Returns []
+    if the marks cannot be read."""
     # The database is away, which the job will report, or the role may read only the
     # log.
     with suppress(EnvironmentFault), closing(connect_plain(source)) as connection:

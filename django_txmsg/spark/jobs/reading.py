@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import pyarrow as pa
 import pyspark.sql.functions as sf
@@ -16,17 +17,17 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
+from ..batchlog import marks_in
 from ..connection import connect_plain
 from ..databases import Database, open_database
 from ..engine import parallelism, spread
-from ..errors import EnvironmentFault, UsageError
+from ..errors import UsageError
 from ..lake import Lake, NoLake
 from ..lakefile import LakeFile
-from ..marks import Marks
 from ..schemas import TABLES, Table, arrow_schema
 from ..source.batch import Selection, id_ranges
 from ..source.snapshot import snapshot
-from ..spec import JobSpec, SourceSpec
+from ..spec import JobSpec
 from ..transforms import whole_log
 
 #: Most rows of a table that are read without tasks.
@@ -42,23 +43,24 @@ class Live:
     snapshot: str
     taken: dt.datetime
 
+    def condition(self, where: str, day: dt.date | None) -> str:
+        """Return an SQL condition with the beginning of a day for `{day}`."""
+        start = dt.datetime.combine(day or dt.date.min, dt.time(), dt.timezone.utc)
+        return where.format(day=self.database.instant(start, upper=False))
 
-@dataclass
-class LiveTask:
-    """The function that executors run. It reads parts of a table in a database.
+
+def _read_live(
+    table: Table, struct: t.StructType, work: Iterator[tuple[Live, str]]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows that SQL conditions select in databases. Executors run this
+    function.
 
     The jobs use it instead of `format("txmsg")`: for every load of a Python data
     source, Spark would start several processes just to plan it.
     """
-
-    table: Table
-    struct: t.StructType
-
-    def __call__(self, work: Iterator[tuple[Live, str]]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows that an SQL condition selects in a database."""
-        for live, where in work:
-            selection = Selection(live.service, self.table, self.struct)
-            yield from selection.read(live.database, where, live.snapshot)
+    for live, where in work:
+        selection = Selection(live.service, table, struct)
+        yield from selection.read(live.database, where, live.snapshot)
 
 
 @dataclass
@@ -80,58 +82,49 @@ class WholeLog:
     def __enter__(self) -> WholeLog:
         if not self.spec.services:
             raise UsageError("No service is specified: whose log should be read?")
-        try:
-            self._open()
-        except BaseException:
-            self._stack.close()
-            raise
+        marks: list[dict[tuple[str, str, str], int]] = []
+        with ExitStack() as stack:
+            for source in (one.reading() for one in self.spec.services):
+                taken = dt.datetime.now(dt.timezone.utc)
+                if source.vendor == "postgresql":
+                    with closing(connect_plain(source)) as connection:
+                        # A replica's state is that of its last transaction.
+                        taken = connection.value(
+                            "SELECT CASE WHEN pg_is_in_recovery() THEN coalesce("
+                            "pg_last_xact_replay_timestamp(), 'epoch') ELSE now() END"
+                        )
+                # Before the snapshot, which then has no row of a settled batch. Without
+                # marks, for a role that may only read the log, rows are compared.
+                marks.append(
+                    {
+                        (source.service, table.name, one.lake_id): one.purged_through
+                        for table, known in marks_in(source)
+                        for one in known
+                    }
+                )
+                options = stack.enter_context(snapshot(source))
+                there = dataclasses.replace(source.resolved(), url=options["url"])
+                database = open_database(there)
+                self.live.append(
+                    Live(source.service, database, options["snapshot"], taken)
+                )
+            # A service may have several databases, which archive into one log: a batch
+            # is settled if each of them has deleted its rows of it.
+            for key in {key for one in marks for key in one}:
+                own = (
+                    one.get(key, 0)
+                    for one, live in zip(marks, self.live, strict=True)
+                    if live.service == key[0]
+                )
+                self.settled[key] = min(own)
+            if self.spec.lake is not None:
+                with suppress(NoLake):
+                    self.lake = Lake(self.spec.lake)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-
-    def _open(self) -> None:
-        marks: list[dict[tuple[str, str, str], int]] = []
-        for source in (one.reading() for one in self.spec.services):
-            taken = dt.datetime.now(dt.timezone.utc)
-            if source.vendor == "postgresql":
-                connection = connect_plain(source)
-                # A replica's state is that of its last transaction.
-                taken = connection.value(
-                    "SELECT CASE WHEN pg_is_in_recovery() THEN coalesce("
-                    "pg_last_xact_replay_timestamp(), 'epoch') ELSE now() END"
-                )
-                connection.close()
-            marks.append(self._marks(source))
-            options = self._stack.enter_context(snapshot(source))
-            there = dataclasses.replace(source.resolved(), url=options["url"])
-            self.live.append(
-                Live(source.service, open_database(there), options["snapshot"], taken)
-            )
-        # A service may have several databases, which archive into one log: a batch is
-        # settled if each of them has deleted its rows of it.
-        for key in {key for one in marks for key in one}:
-            own = (
-                one.get(key, 0)
-                for one, live in zip(marks, self.live, strict=True)
-                if live.service == key[0]
-            )
-            self.settled[key] = min(own)
-        if self.spec.lake is not None:
-            with suppress(NoLake):
-                self.lake = Lake(self.spec.lake)
-
-    def _marks(self, source: SourceSpec) -> dict[tuple[str, str, str], int]:
-        """Read the marks of a database. Call this before the snapshot is taken, so that
-        the snapshot contains no row of a settled batch."""
-        with closing(connect_plain(source)) as connection, suppress(EnvironmentFault):
-            return {
-                (source.service, table, mark.lake_id): mark.purged_through
-                for table in TABLES
-                for mark in Marks(connection, table).read()
-            }
-        # A role that may only read the log: rows are then compared.
-        return {}
 
     def release(self) -> None:
         """Release the snapshots of the databases. The frames from `read()` stay valid,
@@ -155,12 +148,8 @@ class WholeLog:
         there = described.live_struct().fields
         narrow = t.StructType([f for f in there if f.name in names])
 
-        def recent(live: Live) -> str:
-            if since is None:
-                return ""
-            return f"t.{described.clock} >= {_start(live, since)}"
-
-        live = self._copied(described, narrow, recent)
+        where = f"t.{described.clock} >= {{day}}" if since else ""
+        live = self._copied(described, narrow, where, since)
         if self.lake is None:
             return whole_log([live], struct)
         delta, named = self.files_of(table)
@@ -183,15 +172,11 @@ class WholeLog:
             f"SELECT {which}(id) FROM {described.relation} GROUP BY destination, stage"
             for which in ("min", "max")
         )
-
-        def where(live: Live) -> str:
-            old = f"t.{described.clock} < {_start(live, before)}"
-            return f"{old} AND t.id IN ({ends})"
-
-        return self._copied(described, struct, where)
+        where = f"t.{described.clock} < {{day}} AND t.id IN ({ends})"
+        return self._copied(described, struct, where, before)
 
     def _copied(
-        self, table: Table, struct: t.StructType, where: Callable[[Live], str]
+        self, table: Table, struct: t.StructType, where: str, day: dt.date | None
     ) -> DataFrame:
         """Return a copy of rows in the databases. If there are at most FEW rows, this
         process reads them without Spark, which would start a Python process for each
@@ -199,12 +184,13 @@ class WholeLog:
         few: list[pa.RecordBatch] = []
         rows = 0
         for live in self.live:
-            for batch in LiveTask(table, struct)(iter([(live, where(live))])):
+            condition = live.condition(where, day)
+            for batch in _read_live(table, struct, iter([(live, condition)])):
                 few.append(batch)
                 rows += batch.num_rows
                 if rows > FEW:
                     self.found = True
-                    many = self.read_live(table, struct, where)
+                    many = self.read_live(table, struct, where, day)
                     return many.localCheckpoint(storageLevel=StorageLevel.DISK_ONLY)
         self.found |= rows > 0
         whole = pa.Table.from_batches(few, arrow_schema(struct))
@@ -274,25 +260,21 @@ class WholeLog:
         self,
         table: Table,
         struct: t.StructType,
-        where: Callable[[Live], str] = lambda live: "",
+        where: str = "",
+        day: dt.date | None = None,
     ) -> DataFrame:
-        """Return rows from the databases only. `where` returns the SQL condition for
-        each database."""
+        """Return rows from the databases only. `where` is an SQL condition, in which
+        `{day}` stands for the beginning of a day."""
         work = []
         cores = parallelism(self.spark)
         parts = max(1, 2 * cores // len(self.live))
         for live in self.live:
             for part in id_ranges(live.database, table, parts):
-                conditions = filter(None, (part.condition, where(live)))
+                conditions = filter(None, (part.condition, live.condition(where, day)))
                 work.append((live, " AND ".join(conditions)))
-        return spread(self.spark, LiveTask(table, struct), work, struct, len(work))
+        read = partial(_read_live, table, struct)
+        return spread(self.spark, read, work, struct, len(work))
 
     def horizon(self, grace: dt.timedelta) -> dt.datetime:
         """Return the instant up to which every service's log is complete."""
         return min(one.taken for one in self.live) - grace
-
-
-def _start(live: Live, day: dt.date) -> str:
-    """Return an SQL literal for the beginning of a day."""
-    start = dt.datetime.combine(day, dt.time(), dt.timezone.utc)
-    return live.database.instant(start, upper=False)
