@@ -20,7 +20,6 @@ from django_txmsg.spark import tally
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs import counted as by_footers
 from django_txmsg.spark.jobs import journeys
-from django_txmsg.spark.jobs.journeys import MANY
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run
@@ -32,7 +31,7 @@ from tests.spark.running import run
 
 SECOND, DAY = dt.timedelta(seconds=1), dt.timedelta(days=1)
 #: Journeys are looked at file by file, however few there are.
-LARGE = ReconcileOptions(grace=dt.timedelta(0), many=0)
+LARGE = ReconcileOptions(grace=dt.timedelta(0))
 Counts = dict[str, dict[str, int]]
 
 
@@ -63,8 +62,13 @@ def archive_all(spark: Any, log: Log, lake: LakeSpec) -> None:
         archive(spark, log, lake, table=table)
 
 
-def judged(spark: Any, spec: JobSpec, **options: Any) -> Counts:
-    found = run_reconcile(spark, spec, replace(LARGE, **options), Run("reconcile", {}))
+def judged(spark: Any, spec: JobSpec, many: int = 0, **options: Any) -> Counts:
+    """Run `reconcile`. It leaves journeys unread if there are at least `many`."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(journeys, "MANY", many)
+        found = run_reconcile(
+            spark, spec, replace(LARGE, **options), Run("reconcile", {})
+        )
     return found.destinations
 
 
@@ -195,7 +199,7 @@ def test_counted_files_give_the_same_verdicts_as_read_ones(
         {"since": LONG_AGO + SECOND},
         {"since": LONG_AGO + DAY + SECOND / 1000},
     ):
-        read = judged(spark, spec, keep=False, many=MANY, **more)
+        read = judged(spark, spec, many=journeys.MANY, keep=False, **more)
         assert judged(spark, spec, keep=False, **more) == read, more
     found = judged(spark, spec, keep=False)
     assert found == without_journeys(spark, spec, tmp_path / "plain")

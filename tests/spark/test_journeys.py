@@ -7,6 +7,8 @@ import datetime as dt
 import random
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.jobs import journeys as keeping
 from django_txmsg.spark.jobs.journeys import Journeys
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
@@ -70,10 +73,19 @@ def at_once(spark: Any, spec: JobSpec) -> list[tuple[Any, ...]]:
         )
 
 
+@contextmanager
+def many() -> Iterator[None]:
+    """Treat any number of journeys as many: files that need no merging are left."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(keeping, "MANY", 0)
+        yield
+
+
 def catch_up(spark: Any, spec: JobSpec, **more: Any) -> list[tuple[Any, ...]]:
     with (
+        many(),
         WholeLog(spark, spec) as log,
-        Journeys(log, Run("reconcile", {}), **{"many": 0, **more}) as journeys,
+        Journeys(log, Run("reconcile", {}), **more) as journeys,
     ):
         journeys.catch_up()
         rows = journeys.read()
@@ -380,8 +392,9 @@ def test_archived_and_live_rows_of_a_message_are_judged_together(
     log.send([{}])
 
     judged = run(spec, *JUDGE)
-    options = ReconcileOptions(grace=dt.timedelta(0), many=0)
-    apart = run_reconcile(spark, spec, options, Run("reconcile", {}))
+    options = ReconcileOptions(grace=dt.timedelta(0))
+    with many():
+        apart = run_reconcile(spark, spec, options, Run("reconcile", {}))
 
     assert judged["destinations"] == apart.destinations == {
         "orders.place": {"ok": 2, "processed_twice": 1, "in_flight": 1,
@@ -390,7 +403,8 @@ def test_archived_and_live_rows_of_a_message_are_judged_together(
     }  # fmt: skip
     day = dt.datetime(2026, 3, 2, tzinfo=dt.timezone.utc)
     late = replace(options, since=day, keep=False)
-    later = run_reconcile(spark, spec, late, Run("reconcile", {}))
+    with many():
+        later = run_reconcile(spark, spec, late, Run("reconcile", {}))
     # Without what is kept it is the same.
     shutil.rmtree(lake.uri.removeprefix("file://") + "/journeys")
     assert run(spec, *JUDGE, "--dry-run")["destinations"] == judged["destinations"]
@@ -410,7 +424,7 @@ def test_with_journeys_and_without_all_is_judged_alike(
     run was killed. Runs with and without journeys give the same verdicts."""
     log: Log = make_log("sqlite")
     spec, rng, known = JobSpec((log.spec,), lake), random.Random(seed), []
-    options = ReconcileOptions(grace=dt.timedelta(0), many=0)
+    options = ReconcileOptions(grace=dt.timedelta(0))
 
     def kill(step: str) -> None:
         if step == "committed":
@@ -426,7 +440,8 @@ def test_with_journeys_and_without_all_is_judged_alike(
                 archive(spark, log, lake, table=INBOX, on_step=kill)
         if not number:
             continue
-        judged = run_reconcile(spark, spec, options, Run("reconcile", {}))
+        with many():
+            judged = run_reconcile(spark, spec, options, Run("reconcile", {}))
         plain = tmp_path / f"plain-{number}"
         shutil.copytree(lake.uri.removeprefix("file://"), plain)
         shutil.rmtree(plain / "journeys")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime as dt
+from collections.abc import Mapping
+from typing import Any
 
 import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame
@@ -16,6 +18,7 @@ from pyspark.sql import types as t
 
 from ..errors import UsageError
 from ..noted import KEY, Noted, Which
+from ..report import duration
 from ..results import result_struct
 from ..runs import Run, run_by
 from ..spec import JobSpec
@@ -112,32 +115,33 @@ def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outc
     return Outcome([f"{run.rows:,} findings {verb} {word}."])
 
 
+def described(finding: Mapping[str, Any]) -> str:
+    """Return the verdict of a finding, its message and their places, as text."""
+    return (
+        f"{finding['verdict']}: {finding['message_id']} to {finding['destination']} "
+        f"from {finding['sender'] or 'an unknown sender'} at "
+        f"{finding['consumer'] or 'no consumer'}"
+    )
+
+
 def _listed(noted: Noted, which: Which, everything: bool, run: Run) -> Outcome:
     which = dataclasses.replace(which, acknowledged=None if everything else False)
     found = noted.read(which)
     now = dt.datetime.now(dt.timezone.utc)
+
+    def age(since: dt.datetime) -> str:
+        return duration(max(0.0, (now - since).total_seconds()))
+
     lines = []
     for one in found[:SHOWN]:
-        line = (
-            f"{one['verdict']}: {one['message_id']} to {one['destination']} from "
-            f"{one['sender'] or 'an unknown sender'} at "
-            f"{one['consumer'] or 'no consumer'}, "
-            f"found {_age(now - one['found_at'])} ago"
-        )
+        line = f"{described(one)}, found {age(one['found_at'])} ago"
         if one["acknowledged_at"]:
             line += (
                 f"; acknowledged by {one['acknowledged_by']} "
-                f"{_age(now - one['acknowledged_at'])} ago: {one['note']}"
+                f"{age(one['acknowledged_at'])} ago: {one['note']}"
             )
         lines.append(line)
     if len(found) > SHOWN:
         lines.append(f"… and {len(found) - SHOWN:,} more: --json lists all.")
     run.rows, run.counts = len(found), noted.count(which)
     return Outcome(lines, {"findings": found})
-
-
-def _age(age: dt.timedelta) -> str:
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if age.total_seconds() >= size:
-            return f"{age.total_seconds() / size:.0f} {unit}"
-    return f"{max(0, age.total_seconds()):.0f} s"

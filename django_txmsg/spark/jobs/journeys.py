@@ -21,6 +21,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, astuple, dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import pyspark.sql.functions as sf
@@ -233,11 +234,9 @@ class Journeys:
         run: Run,
         *,
         keep: bool = True,
-        many: int = MANY,
         on_step: Step = no_step,
     ) -> None:
         self.log, self.run, self.keep, self.on_step = log, run, keep, on_step
-        self.many = many
         self.service = log.spec.service().service
         self.app = app_name(NAME, self.service, NAME)
         self.named: list[LakeFile] = []
@@ -247,26 +246,23 @@ class Journeys:
         self.goal: Tables = {}
         """The table's present and intended content; nothing if it is of no use to this
         run."""
-        self._stack = ExitStack()
-        self._fresh: DataFrame | None = None
 
     def __enter__(self) -> Journeys:
-        try:
-            self._look()
-        except BaseException:
-            self._stack.close()
-            raise
+        with ExitStack() as stack:
+            self._look(stack)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _look(self) -> None:
+    def _look(self, stack: ExitStack) -> None:
         if self.log.lake is None:
             return
         self.place = self.log.lake.table(NAME, _STRUCT)
         present = {table: looked_at(self.log, table) for table in _SIDES}
-        keep = self.keep and any(map(any, batches(present).values())) and self._alone()
+        keep = self.keep and any(map(any, batches(present).values()))
+        keep = keep and self._alone(stack)
         delta = self.place.ensure() if keep else self.place.load()
         if delta is None:
             return
@@ -292,13 +288,13 @@ class Journeys:
             self.known = {one: known[one] for one in known if one in named}
             self.known |= tallies(self.place, looked)
 
-    def _alone(self) -> bool:
+    def _alone(self, stack: ExitStack) -> bool:
         """Take the lock on the journeys until the end of this run. Returns False if
         another run holds it."""
         source = self.log.spec.service()
-        connection = self._stack.enter_context(closing(connect_plain(source)))
+        connection = stack.enter_context(closing(connect_plain(source)))
         try:
-            self._stack.enter_context(keeping(connection, source))
+            stack.enter_context(keeping(connection, source))
         except Taken:
             return False
         return True
@@ -319,7 +315,7 @@ class Journeys:
         """Whether the table has so many rows that a run should rewrite only the files
         that must change, and leave all others unchanged."""
         rows = sum(one.rows for one in self.named)
-        return bool(self.through) and rows >= self.many
+        return bool(self.through) and rows >= MANY
 
     def rest(self, since: dt.datetime | None = None) -> DataFrame:
         """Return the steps that no journey contains after `catch_up()`. They are in the
@@ -368,33 +364,30 @@ class Journeys:
             return None
         return arrivals(self.log.listening(RECEIVED, _day_of(since)))
 
+    @cached_property
     def fresh(self) -> DataFrame | None:
-        """Return JOURNEY rows of the batches that were settled since the last run.
-        Returns None if there are none."""
+        """JOURNEY rows of the batches that were settled since the last run. None if
+        there are none."""
         if batches(self.goal) == batches(self.through):
             return None
-        if self._fresh is None:
-            rows = steps(
-                *(
-                    self.log.archived(
-                        table, struct, self._last(self.through, table),
-                        self._last(self.goal, table),
-                    )
-                    for table, struct in _SIDES.items()
+        rows = steps(
+            *(
+                self.log.archived(
+                    table, struct, self._last(self.through, table),
+                    self._last(self.goal, table),
                 )
-            )  # fmt: skip
-            self._fresh = merged(rows).localCheckpoint(
-                storageLevel=StorageLevel.DISK_ONLY
+                for table, struct in _SIDES.items()
             )
-        return self._fresh
+        )  # fmt: skip
+        return merged(rows).localCheckpoint(storageLevel=StorageLevel.DISK_ONLY)
 
-    def catch_up(self, listening: Sequence[Listener] = ()) -> int:
-        """Add the batches that were settled since the last run, and return the number
-        of written rows. `listening` are the listeners of topics. Raises
-        EnvironmentFault if another run has changed the table."""
-        fresh = self.fresh()
+    def catch_up(self, listening: Sequence[Listener] = ()) -> None:
+        """Add the batches that were settled since the last run. `listening` are the
+        listeners of topics. Raises EnvironmentFault if another run has changed the
+        table."""
+        fresh = self.fresh
         if fresh is None:
-            return 0
+            return
         marks = marks_of(fresh) if self.large else None
         old, others = self.concerned(marks, crowd=CROWD), None
         if self.through:
@@ -419,11 +412,9 @@ class Journeys:
         self._commit(files, old)
         self.on_step("committed")
         gone = set(old)
-        new = list(files)
-        self.named = [one for one in self.named if one not in gone] + new
+        self.named = [one for one in self.named if one not in gone] + files
         self.through = self.goal
-        self._count(new)
-        return sum(one.rows for one in files)
+        self._count(files)
 
     def _commit(self, files: Sequence[LakeFile], old: Sequence[LakeFile]) -> None:
         number = self.place.last(self.delta, self.app) + 1
@@ -450,20 +441,20 @@ class Journeys:
         known = tables[table].batches if tables else {}
         return {one.service: known.get(one.service, 0) for one in self.log.live}
 
-    def concerned(self, marks: Marks | None, crowd: int = 0) -> list[LakeFile]:
+    def concerned(self, marks: DataFrame | None, crowd: int = 0) -> list[LakeFile]:
         """Return the files that may contain journeys of the marked messages. A file is
         of one of two kinds: it has either finished or open journeys. If a day has at
         least `crowd` files of one kind, these files are returned, too."""
         if marks is None:
             return self.named
         hit = set()
-        if marks.count:
+        if not marks.isEmpty():
             for over in (True, False):
                 named = [one for one in self.named if (one in self.known) is over]
                 if not named:
                     continue
                 there = self._of(named, "mark", "day")
-                found = there.join(sf.broadcast(marks.frame), "mark", "left_semi")
+                found = there.join(sf.broadcast(marks), "mark", "left_semi")
                 hit |= {
                     (day, over) for (day,) in found.select("day").distinct().collect()
                 }
@@ -473,33 +464,24 @@ class Journeys:
         return [one for one, kind in kinds.items() if kind in hit]
 
 
-@dataclass(frozen=True)
-class Marks:
-    """The marks (short hashes) of some messages, and the number of these messages."""
-
-    frame: DataFrame
-    count: int
-
-
-def marks_of(rows: DataFrame, found: bool = True) -> Marks | None:
-    """Return the marks of the messages in `rows`, or None if there are too many marks
-    to send to every task. Pass `found=False` if `rows` is known to be empty; then no
-    rows are read."""
+def marks_of(rows: DataFrame, found: bool = True) -> DataFrame | None:
+    """Return the marks (short hashes) of the messages in `rows`, or None if there are
+    too many marks to send to every task. Pass `found=False` if `rows` is known to be
+    empty; then no rows are read."""
     if not found:
-        return Marks(rows.sparkSession.createDataFrame([], "mark long"), 0)
-    frame = rows.select(mark().alias("mark")).distinct().localCheckpoint()
-    count = frame.count()
-    return Marks(frame, count) if count <= BROADCAST else None
+        return rows.sparkSession.createDataFrame([], "mark long")
+    marks = rows.select(mark().alias("mark")).distinct().localCheckpoint()
+    return marks if marks.count() <= BROADCAST else None
 
 
-def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
+def parted(rows: DataFrame, marks: DataFrame) -> tuple[DataFrame, DataFrame]:
     """Return two frames: the rows of marked messages, and all other rows. Two messages
     may have the same mark by chance, so the first frame may also contain rows of other
     messages."""
     marked, names = rows.withColumn("mark", mark()), rows.columns
     return (
-        marked.join(sf.broadcast(marks.frame), "mark", "left_semi").select(*names),
-        marked.join(sf.broadcast(marks.frame), "mark", "left_anti").select(*names),
+        marked.join(sf.broadcast(marks), "mark", "left_semi").select(*names),
+        marked.join(sf.broadcast(marks), "mark", "left_anti").select(*names),
     )
 
 

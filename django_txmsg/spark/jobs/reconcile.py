@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime as dt
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 import pyspark.sql.functions as sf
@@ -33,9 +35,9 @@ from ..transforms import reconcile as judging
 from ..transforms.journeys import EXPECTED, is_topic
 from ..transforms.reconcile import FINDINGS, LOST, STUCK, Judgement
 from .counted import as_outcome, received_by_all, usable
-from .findings import known_findings, standing_findings
+from .findings import described, known_findings, standing_findings
 from .flows import Flows
-from .journeys import MANY, Journeys, Marks, marks_of, parted
+from .journeys import Journeys, marks_of, parted
 from .listeners import (
     Listener,
     Place,
@@ -79,13 +81,12 @@ def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Differe
     """Compute the differences between the clocks of services from the transit times of
     messages. `prompt` are counts of promptly processed messages, from the footers of
     files. If two services exchanged such messages, their clocks agree."""
-    pairs: dict[tuple[str, str], list[Place]] = {}
-    for one in places:
-        if one.messages and one.sender != one.receiver:
-            pairs.setdefault((one.sender, one.receiver), []).append(one)
+    between = attrgetter("sender", "receiver")
+    away = [one for one in places if one.messages and one.sender != one.receiver]
     soon = {(one.destination, one.sent_on) for one in prompt}
     found = []
-    for pair, own in sorted(pairs.items()):
+    for pair, group in groupby(sorted(away, key=between), between):
+        own = list(group)
         least = dt.timedelta(microseconds=min(one.least_us for one in own))
         if abs(least) >= SMALL and any(
             _shows(one, least) and not any(_while(one, *known) for known in soon)
@@ -139,8 +140,6 @@ class ReconcileOptions:
     external_senders: tuple[str, ...] = ()
     keep: bool = True
     """Whether findings and summary are stored in the lake."""
-    many: int = MANY
-    """Number of journeys from which on those that need no merging are looked for."""
 
 
 @dataclass
@@ -149,12 +148,12 @@ class Reconciliation:
     verdict, and example findings."""
 
     horizon: dt.datetime
-    counts: dict[str, int] = field(default_factory=dict)
-    fresh: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    fresh: Counter[str] = field(default_factory=Counter)
     """Findings that no earlier run had, by verdict."""
-    unseen: dict[str, int] = field(default_factory=dict)
+    unseen: Counter[str] = field(default_factory=Counter)
     """Findings that are not acknowledged, by verdict."""
-    destinations: dict[str, dict[str, int]] = field(default_factory=dict)
+    destinations: dict[str, Counter[str]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
     clocks: list[Difference] = field(default_factory=list)
     """Services whose clocks differ."""
@@ -179,7 +178,7 @@ def run_reconcile(
     """Judge every message, store the findings in the lake, and return the counts."""
     with (
         WholeLog(spark, spec) as log,
-        Journeys(log, run, keep=options.keep, many=options.many) as journeys,
+        Journeys(log, run, keep=options.keep) as journeys,
     ):
         rest = journeys.rest(options.since)
         earlier = journeys.listening(options.since)
@@ -190,7 +189,7 @@ def run_reconcile(
         # What a file counts, no run need look for again: where its messages went.
         unread = usable(journeys.known, least.strictest, options.since)
         lines = [line for one in unread for line in journeys.known[one].lines]
-        others = (earlier, journeys.fresh(), journeys.read(but=unread))
+        others = (earlier, journeys.fresh, journeys.read(but=unread))
         looked = [rest, *(one for one in others if one is not None)]
         there = read_places(reduce(DataFrame.unionByName, looked))
         there += counted_places(lines)
@@ -232,10 +231,9 @@ def run_reconcile(
         outcomes = outcomes.persist(StorageLevel.DISK_ONLY)
         summed = judging.summary(outcomes).toArrow().to_pylist()
         for row in summed:
-            place = found.destinations.setdefault(row["destination"] or "?", {})
+            place = found.destinations.setdefault(row["destination"] or "?", Counter())
             for counted in (place, found.counts):
-                before = counted.get(row["verdict"], 0)
-                counted[row["verdict"]] = before + row["messages"]
+                counted[row["verdict"]] += row["messages"]
         listed = judging.aged(
             judging.findings(outcomes), known_findings(log), run.started_at
         )
@@ -246,7 +244,7 @@ def run_reconcile(
             journal = judging.changes(
                 listed, standing_findings(log), run.started_at, options.since
             )
-            few = sum(found.counts.get(kind, 0) for kind in FINDINGS) <= MOST
+            few = sum(found.counts[kind] for kind in FINDINGS) <= MOST
             results.save("verdicts", judging.CHANGE, journal, few=few)
             results.save_rows("reconciliation", judging.SUMMARY, summed)
             if listening.fresh:
@@ -257,14 +255,14 @@ def run_reconcile(
             noted.keep(_worst(listed), run.started_at, options.since)
         for one in (listed, outcomes):
             one.unpersist()
-    run.rows = sum(found.counts.values())
+    run.rows = found.counts.total()
     run.counts = dict(found.counts)
     lost = LOST + STUCK
     bad = {"lost": lost, "new": lost, "findings": FINDINGS, "never": ()}
     bearing = found.fresh if options.fail_on == "new" else found.unseen
     if options.known:
         bearing = found.counts
-    run.findings = any(bearing.get(kind) for kind in bad[options.fail_on])
+    run.findings = any(bearing[kind] for kind in bad[options.fail_on])
     return found
 
 
@@ -292,7 +290,7 @@ def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judge
 
 def _tallied(
     journeys: Journeys,
-    marks: Marks | None,
+    marks: DataFrame | None,
     by: Judgement,
     expected: Sequence[Listener],
 ) -> dict[LakeFile, Sequence[Line]]:
@@ -312,7 +310,7 @@ def _tallied(
 
 
 def _parts(
-    rest: DataFrame, settled: DataFrame, marks: Marks
+    rest: DataFrame, settled: DataFrame, marks: DataFrame
 ) -> tuple[DataFrame, DataFrame]:
     """Return two frames. The first has the steps and journeys to merge. The second has
     the journeys that stay unchanged. A journey stays unchanged if its message was sent
@@ -332,7 +330,7 @@ def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
     unseen = findings.where("acknowledged_at IS NULL")
     counts = unseen.groupBy("verdict", new.alias("new")).count().collect()
     for kind, is_new, count in counts:
-        found.unseen[kind] = found.unseen.get(kind, 0) + count
+        found.unseen[kind] += count
         if is_new:
             found.fresh[kind] = count
     shown = unseen.orderBy(~new, *_order()).limit(20)
@@ -376,18 +374,15 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
     for name, verdicts in sorted(found.destinations.items()):
         text = ", ".join(f"{n:,} {kind}" for kind, n in sorted(verdicts.items()))
         lines.append(f"  {name}: {text}")
-    if new := sum(found.fresh.values()):
+    if new := found.fresh.total():
         lines.append(f"  {new:,} findings are new.")
-    if unseen := sum(found.unseen.values()):
+    if unseen := found.unseen.total():
         lines.append(f"  {unseen:,} findings not acknowledged: `pipeline findings`.")
     for one in found.examples:
-        lines.append(
-            f"  {one['verdict']}: {one['message_id']} to {one['destination']}"
-            f" from {one['sender'] or 'an unknown sender'} at "
-            f"{one['consumer'] or 'no consumer'}, sent {one['sent_at']}"
-            + f", known since {one['known_since']}"
-            * bool(one["known_since"])
-        )
+        line = f"  {described(one)}, sent {one['sent_at']}"
+        if one["known_since"]:
+            line += f", known since {one['known_since']}"
+        lines.append(line)
     lines += [f"  {one.describe()}" for one in found.clocks]
     lines += [
         f"  {one.consumer} is expected to receive from {one.destination} what was sent"
