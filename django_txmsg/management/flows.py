@@ -20,7 +20,10 @@ from ..models.fields import Later, clock
 from ..models.monitoring import Deed
 from ..monitoring import runs
 from ..monitoring.lengths import duration
-from .terminal import chosen_database, local, printable, read_age, record
+from .terminal import chosen_database, local, printable, read_age, record, values
+
+#: What `show --json` prints of an undo.
+_UNDO = ("number", "destination", "request_id", "confirmed_at")
 
 
 class Command(BaseCommand):
@@ -87,7 +90,7 @@ class Command(BaseCommand):
                 facts = _facts(run) | {
                     "state": _masked(run, run.state),
                     "steps": [_of_step(run, one) for one in steps],
-                    "undos": [_of_undo(one) for one in undos],
+                    "undos": [values(one, *_UNDO) for one in undos],
                 }
                 self.stdout.write(json.dumps(facts, indent=2))
                 continue
@@ -152,20 +155,12 @@ def _selected(using: str, options: dict[str, Any]) -> models.QuerySet[Run]:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    return {
-        "run_id": str(run.run_id),
-        "flow": run.flow,
-        "key": run.key,
-        "step": run.step,
-        "waits_for": run.waits_for,
-        "asked": run.asked,
-        "since": run.since.isoformat(),
-        "due_at": run.due_at and run.due_at.isoformat(),
-        "failing": run.failing,
-        "outcome": run.outcome,
-        "ended_at": run.ended_at and run.ended_at.isoformat(),
-        "answer": _masked(run, run.answer) if run.answer and run.ended_at else None,
-    }
+    names = (
+        "run_id", "flow", "key", "step", "waits_for", "asked", "since", "due_at",
+        "failing", "outcome", "ended_at",
+    )  # fmt: skip
+    answer = _masked(run, run.answer) if run.answer and run.ended_at else None
+    return values(run, *names) | {"answer": answer}
 
 
 def _masked(run: Run, text: str) -> Any:
@@ -173,24 +168,9 @@ def _masked(run: Run, text: str) -> Any:
 
 
 def _of_step(run: Run, step: FlowStep) -> dict[str, Any]:
-    return {
-        "id": step.pk,
-        "step": step.step,
-        "at": step.created_at.isoformat(),
-        "message_id": str(step.message_id),
-        "state": _masked(run, step.state),
-        "then": step.then,
-        "left": step.left,
-    }
-
-
-def _of_undo(undo: FlowUndo) -> dict[str, Any]:
-    return {
-        "number": undo.number,
-        "destination": undo.destination,
-        "request_id": undo.request_id and str(undo.request_id),
-        "confirmed_at": undo.confirmed_at and undo.confirmed_at.isoformat(),
-    }
+    at, state = step.created_at.isoformat(), _masked(run, step.state)
+    facts = values(step, "id", "step", "message_id", "then", "left")
+    return facts | {"at": at, "state": state}
 
 
 def _line(run: Run, now: Any) -> str:

@@ -14,7 +14,7 @@ from ..models import Alert, AuditEntry
 from ..models.monitoring import Deed
 from ..monitoring import process_states
 from ..monitoring.process_states import WITHIN
-from .terminal import chosen_database, local, printable
+from .terminal import chosen_database, local, printable, values
 
 
 class Alerts(BaseCommand):
@@ -86,14 +86,7 @@ class Audit(BaseCommand):
         found = entries.order_by("-pk")[: max(options["limit"], 0)]
         if options["json"]:
             facts = [
-                {
-                    "at": one.at.isoformat(),
-                    "by": one.by,
-                    "deed": one.deed,
-                    "text": one.text,
-                    "shown": one.count,
-                    "done": one.done,
-                }
+                values(one, "at", "by", "deed", "text", "done") | {"shown": one.count}
                 for one in found.select_related("operation")
             ]
             self.stdout.write(json.dumps({"entries": facts}, indent=2))

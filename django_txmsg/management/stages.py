@@ -23,7 +23,10 @@ from ..monitoring.schedule import Timing
 from ..monitoring.waiting import capped
 from ..scheduling import timetable
 from ..stages import all_stages
-from .terminal import operator, printable, read_age, record, require_tables
+from .terminal import operator, printable, read_age, record, require_tables, values
+
+#: Who has paused a stage or a recurring message, when and why.
+_PAUSED = ("paused_at", "paused_by", "paused_why")
 
 
 class PausingCommand(BaseCommand):
@@ -103,18 +106,8 @@ class Stages(PausingCommand):
         places = sorted(status.read().stages.items())
         if as_json:
             rows = [
-                {
-                    "name": place.name,
-                    "database": place.database,
-                    "waiting": place.waiting.count,
-                    "dead": place.dead,
-                    "muted": place.muted,
-                    "workers": place.workers,
-                    "declared": place.known,
-                    "paused_at": place.paused_at and place.paused_at.isoformat(),
-                    "paused_by": place.paused_by,
-                    "paused_why": place.paused_why,
-                }
+                values(place, "name", "database", "dead", "muted", "workers", *_PAUSED)
+                | {"waiting": place.waiting.count, "declared": place.known}
                 for _, place in places
             ]
             self.stdout.write(json.dumps({"stages": rows}, indent=2))
@@ -277,9 +270,7 @@ def _timing_as_json(one: Timing) -> dict[str, Any]:
         "last": row and row.moves and row.last_tick.isoformat(),
         "next": one.next and one.next.isoformat(),
         "overdue": one.overdue,
-        "paused_at": row and row.paused_at and row.paused_at.isoformat(),
-        "paused_by": row and row.paused_by,
-        "paused_why": row and row.paused_why,
+        **values(row, *_PAUSED),
     }
 
 

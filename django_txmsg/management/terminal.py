@@ -1,12 +1,13 @@
-"""Functions for commands that an operator runs in a terminal. They make texts and
-instants printable, and check the databases and the options. They also return the
-operator's name, and record the operator's action in the audit."""
+"""Functions for commands that an operator runs in a terminal. They make texts,
+instants and objects printable, and check the databases and the options. They also
+return the operator's name, and record the operator's action in the audit."""
 
 from __future__ import annotations
 
 import datetime as dt
 import getpass
 import re
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,18 @@ def printable_lines(text: str) -> str:
     tabs."""
     lines = text.replace("\r\n", "\n").split("\n")
     return "\n".join("\t".join(map(printable, line.split("\t"))) for line in lines)
+
+
+def values(of: object, *names: str) -> dict[str, Any]:
+    """Return these attributes of an object for JSON: instants in ISO format, and ids as
+    text. Without an object, each of them is None."""
+    return {name: _plain(getattr(of, name, None)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dt.datetime):
+        return value.isoformat()
+    return str(value) if isinstance(value, uuid.UUID) else value
 
 
 def local(instant: dt.datetime) -> str:

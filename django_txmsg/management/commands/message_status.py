@@ -19,7 +19,7 @@ from ...monitoring.lengths import duration
 from ...monitoring.status import Place, Status
 from ...monitoring.turns import at_least
 from ...monitoring.waiting import CAP, Waiting, capped
-from ..terminal import DatabaseCommand, printable, require_tables
+from ..terminal import DatabaseCommand, printable, require_tables, values
 
 #: The kinds of alarms about messages that do not move, or a database that does not
 #: answer.
@@ -129,20 +129,13 @@ def facts(picture: Status) -> dict[str, Any]:
         return {
             "count": min(one.count, CAP),
             "more": one.capped,
-            "due": one.due,
-            "overdue": one.overdue,
-            "in_flight": one.in_flight,
-            "retried": one.retried,
-            "for_rate": one.for_rate,
+            **values(one, "due", "overdue", "in_flight", "retried", "for_rate"),
             "oldest_age": _seconds(one.oldest_due, now),
         }
 
     def place(one: Place) -> dict[str, Any]:
         return waiting(one.waiting) | {
-            "name": one.name,
-            "database": one.database,
-            "dead": one.dead,
-            "muted": one.muted,
+            **values(one, "name", "database", "dead", "muted"),
             "oldest_dead_age": _seconds(one.oldest_dead, now),
             "last_age": _seconds(one.last, now),
         }
@@ -181,18 +174,12 @@ def facts(picture: Status) -> dict[str, Any]:
             for n, p in picture.stages.items()
         },
         "held_keys": [
-            {
-                "stage": one.stage,
-                "key": one.key,
-                "count": one.count,
-                "age": _seconds(one.since, now),
-                "waits_for": str(one.waits_for),
-                "why": one.why,
-            }
+            values(one, "stage", "key", "count", "why")
+            | {"age": _seconds(one.since, now), "waits_for": str(one.waits_for)}
             for one in picture.held_keys
         ],
         "queues": {
-            label: waiting(one) | {"name": one.name, "database": one.database}
+            label: waiting(one) | values(one, "name", "database")
             for label, one in picture.queues.items()
         },
         "deadlines": {n: waiting(w) for n, w in picture.deadlines.items()},
@@ -206,23 +193,13 @@ def facts(picture: Status) -> dict[str, Any]:
         },
         "late_ticks": [one.name for one in picture.late_ticks],
         "outages": [
-            {
-                "kind": one.kind,
-                "name": one.name,
-                "age": _seconds(one.since, now),
-                "error": one.error,
-                "processes": one.processes,
-            }
+            values(one, "kind", "name", "error", "processes")
+            | {"age": _seconds(one.since, now)}
             for one in picture.outages
         ],
         "workers": [
-            {
-                "name": worker.name,
-                "kind": worker.kind,
-                "stages": worker.stages,
-                "in_flight": worker.in_flight,
-                "heartbeat_age": _seconds(worker.heartbeat_at, now),
-            }
+            values(worker, "name", "kind", "stages", "in_flight")
+            | {"heartbeat_age": _seconds(worker.heartbeat_at, now)}
             for worker in picture.attendance.workers
         ],
     }

@@ -20,7 +20,7 @@ from ...monitoring import attendance, subscriptions
 from ...monitoring.subscriptions import Subscription
 from ...monitoring.waiting import capped, in_queues
 from ...stages import all_stages
-from ..terminal import DatabaseCommand, record, require_tables
+from ..terminal import DatabaseCommand, record, require_tables, values
 from ..verb_parser import VerbParser
 
 
@@ -68,12 +68,8 @@ class Command(DatabaseCommand):
         waiting = {one.name: one.count for one in in_queues(using)}
         if as_json:
             rows = [
-                {
-                    "topic": one.topic,
-                    "subscriber": one.subscriber,
-                    "waiting": waiting.get(one.queue, 0),
-                    "abandoned": one.abandoned,
-                }
+                values(one, "topic", "subscriber", "abandoned")
+                | {"waiting": waiting.get(one.queue, 0)}
                 for one in known
             ]
             self.stdout.write(json.dumps(rows, indent=2))
