@@ -13,11 +13,13 @@ import datetime as dt
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from django.apps import apps
 from django.db import DatabaseError, InterfaceError, router
+from django.dispatch import Signal
 from django.http import HttpRequest, HttpResponse
 
 from . import signals
@@ -78,12 +80,62 @@ BUCKETS = (
 #: Buckets for how often a control message's receiver checked its session.
 LOOKS = (1, 2, 3, 5, 10, 20, 50, 100)
 
+_PLACE = ("stage", "destination")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A metric that a signal changes: a histogram if it has buckets, else a counter.
+    `labels` and `number` are arguments of the signal. If the number is None or False,
+    the signal does not change the metric. If it is missing, it is 1."""
+
+    signal: Signal
+    name: str
+    text: str
+    labels: tuple[str, ...] = _PLACE
+    number: str = "count"
+    buckets: tuple[float, ...] = ()
+
+
+_EVENTS = (
+    Event(signals.message_processed, "processing_seconds", "Time in the stage.",
+          number="duration", buckets=BUCKETS),
+    Event(signals.message_processed, "critical_seconds", "From stored to processed.",
+          number="critical_time", buckets=BUCKETS),
+    Event(signals.message_redelivered, "redeliveries",
+          "Failed attempts to be repeated."),
+    Event(signals.message_duplicate, "duplicates", "Copies dropped."),
+    Event(signals.message_buried, "buried", "Messages become dead letters.",
+          (*_PLACE, "reason")),
+    Event(signals.flow_ended, "flow_ended", "Runs that ended.", ("flow", "outcome")),
+    Event(signals.flow_late, "flow_late", "Messages of runs dropped as late.",
+          ("flow",)),
+    Event(signals.lease_lost, "lease_lost", "Rows claimed by another relay.",
+          ("broker",)),
+    Event(signals.outcome_unknown, "outcome_unknown", "Sends without a receipt.",
+          ("broker",)),
+    Event(signals.dangerous_window, "dangerous_window_seconds",
+          "From database to broker commit.", ("stage",), "seconds", BUCKETS),
+    Event(signals.dangerous_window, "dangerous_window_failed",
+          "Broker commits that failed.", ("stage",), "failed"),
+    Event(signals.session_ended, "session_seconds",
+          "Time from the beginning of a session to its end.", ("outcome",), "duration",
+          BUCKETS),
+    Event(signals.control_message_sent, "control_message_send_seconds",
+          "Until its receipt.", ("outcome",), "duration", BUCKETS),
+    Event(signals.control_message_handled, "control_message_transit_seconds",
+          "From its sending to its arrival.", (), "transit_time", BUCKETS),
+    Event(signals.control_message_handled, "control_message_attempts",
+          "Looks at the session until the control message was settled.", ("outcome",),
+          "attempts", LOOKS),
+)  # fmt: skip
+
 #: Names the place of this child of `--processes`. Its files for Prometheus are those of
 #: the child before it, whose counts it continues: there would be more of them with each
 #: start. Removed from the environment: processes that a handler starts have their own.
 _slot, _pid = os.environ.pop("TXMSG_SLOT", ""), os.getpid()
 
-_installed: dict[str, Any] = {}
+_installed = False
 
 
 class Gauges:
@@ -130,6 +182,7 @@ def install(registry: Any = None) -> None:
 
     Raises ConfigurationError if prometheus-client is not installed.
     """
+    global _installed
     if _installed:
         return
     client = _client()
@@ -139,65 +192,36 @@ def install(registry: Any = None) -> None:
         values.ValueClass = values.MultiProcessValue(
             lambda: _slot if os.getpid() == _pid else os.getpid()
         )
-    options: dict[str, Any] = {"registry": registry or client.REGISTRY}
-    place = ("stage", "destination")
+    for one in _EVENTS:
+        options: dict[str, Any] = {"registry": registry or client.REGISTRY}
+        kind = client.Counter
+        if one.buckets:
+            kind, options["buckets"] = client.Histogram, one.buckets
+        metric = kind(f"txmsg_{one.name}", one.text, one.labels, **options)
+        one.signal.connect(_counting(one, metric), weak=False, dispatch_uid=one)
+    _installed = True
 
-    def counter(name: str, text: str, labels: tuple[str, ...]) -> Any:
-        return client.Counter(f"txmsg_{name}", text, labels, **options)
 
-    def histogram(
-        name: str,
-        text: str,
-        labels: tuple[str, ...],
-        buckets: tuple[float, ...] = BUCKETS,
-    ) -> Any:
-        return client.Histogram(
-            f"txmsg_{name}", text, labels, buckets=buckets, **options
-        )
+def _counting(event: Event, metric: Any) -> Callable[..., None]:
+    """Return a receiver that adds the signal's number to the metric."""
 
-    _installed.update(
-        processing=histogram("processing_seconds", "Time in the stage.", place),
-        critical=histogram("critical_seconds", "From stored to processed.", place),
-        redelivered=counter("redeliveries", "Failed attempts to be repeated.", place),
-        duplicates=counter("duplicates", "Copies dropped.", place),
-        buried=counter("buried", "Messages become dead letters.", (*place, "reason")),
-        flow_ended=counter("flow_ended", "Runs that ended.", ("flow", "outcome")),
-        flow_late=counter("flow_late", "Messages of runs dropped as late.", ("flow",)),
-        lease_lost=counter("lease_lost", "Rows claimed by another relay.", ("broker",)),
-        unknown=counter("outcome_unknown", "Sends without a receipt.", ("broker",)),
-        window=histogram(
-            "dangerous_window_seconds", "From database to broker commit.", ("stage",)
-        ),
-        window_failed=counter(
-            "dangerous_window_failed", "Broker commits that failed.", ("stage",)
-        ),
-        session=histogram(
-            "session_seconds",
-            "Time from the beginning of a session to its end.",
-            ("outcome",),
-        ),
-        control_sent=histogram(
-            "control_message_send_seconds", "Until its receipt.", ("outcome",)
-        ),
-        control_transit=histogram(
-            "control_message_transit_seconds", "From its sending to its arrival.", ()
-        ),
-        control_looks=histogram(
-            "control_message_attempts",
-            "Looks at the session until the control message was settled.",
-            ("outcome",),
-            LOOKS,
-        ),
-    )
-    for signal, receiver in _RECEIVERS.items():
-        signal.connect(receiver, dispatch_uid="django_txmsg.metrics")
+    def count(**facts: Any) -> None:
+        number = facts.get(event.number, 1)
+        if number is None or number is False:
+            return
+        labels = [facts[one] for one in event.labels]
+        child = metric.labels(*labels) if labels else metric
+        (child.observe if event.buckets else child.inc)(number)
+
+    return count
 
 
 def uninstall() -> None:
     """Stop counting, and discard the metrics. For tests."""
-    for signal in _RECEIVERS:
-        signal.disconnect(dispatch_uid="django_txmsg.metrics")
-    _installed.clear()
+    global _installed
+    for one in _EVENTS:
+        one.signal.disconnect(dispatch_uid=one)
+    _installed = False
 
 
 class Collector:
@@ -334,60 +358,3 @@ def _client(name: str = "prometheus_client") -> Any:
     client = "prometheus_client"
     with needs("django_txmsg.metrics", "prometheus", client, error=ConfigurationError):
         return import_module(name)
-
-
-def _processed(
-    *, stage: str, destination: str, duration: float, critical_time: Any, **_: Any
-) -> None:
-    _installed["processing"].labels(stage, destination).observe(duration)
-    if critical_time is not None:
-        _installed["critical"].labels(stage, destination).observe(critical_time)
-
-
-def _window(*, stage: str, seconds: float, failed: bool, **_: Any) -> None:
-    _installed["window"].labels(stage).observe(seconds)
-    if failed:
-        _installed["window_failed"].labels(stage).inc()
-
-
-def _session(*, outcome: str, duration: float, **_: Any) -> None:
-    _installed["session"].labels(outcome).observe(duration)
-
-
-def _control_sent(*, outcome: str, duration: float, **_: Any) -> None:
-    _installed["control_sent"].labels(outcome).observe(duration)
-
-
-def _control_handled(
-    *, outcome: str, attempts: int, transit_time: float | None, **_: Any
-) -> None:
-    _installed["control_looks"].labels(outcome).observe(attempts)
-    if transit_time is not None:
-        _installed["control_transit"].observe(transit_time)
-
-
-def _counting(metric: str, *labels: str) -> Callable[..., None]:
-    """Return a receiver that counts a signal. `labels` names the signal's arguments
-    that become labels of the metric."""
-
-    def count(*, count: int = 1, **facts: Any) -> None:
-        _installed[metric].labels(*(facts[one] for one in labels)).inc(count)
-
-    return count
-
-
-_PLACE = ("stage", "destination")
-_RECEIVERS: dict[Any, Callable[..., None]] = {
-    signals.message_processed: _processed,
-    signals.message_redelivered: _counting("redelivered", *_PLACE),
-    signals.message_duplicate: _counting("duplicates", *_PLACE),
-    signals.message_buried: _counting("buried", *_PLACE, "reason"),
-    signals.flow_ended: _counting("flow_ended", "flow", "outcome"),
-    signals.flow_late: _counting("flow_late", "flow"),
-    signals.lease_lost: _counting("lease_lost", "broker"),
-    signals.outcome_unknown: _counting("unknown", "broker"),
-    signals.dangerous_window: _window,
-    signals.session_ended: _session,
-    signals.control_message_sent: _control_sent,
-    signals.control_message_handled: _control_handled,
-}
