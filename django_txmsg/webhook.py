@@ -89,11 +89,7 @@ class Webhook:
             )
         self.shown = f"{parts.scheme}://{host}" + (f":{port}" if port else "")
         self._url, self._timeout, self._key = url, timeout, key
-        self._opener = urllib.request.build_opener(
-            _NoRedirection,
-            _Http,
-            _Https(ssl.create_default_context()),
-        )
+        self._opener = urllib.request.build_opener(_NoRedirection, _Handler)
         self.error = ""
         self.taken = self.failed = 0
 
@@ -170,12 +166,19 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
         """Treat a redirection as a failure."""
 
 
-def _limit(connection: HTTPConnection, seconds: float) -> None:
-    """Close a connection after `seconds`. The socket's own time-out would begin again
-    with each received byte."""
-    timer = threading.Timer(seconds, _cut, (connection.sock,))
-    timer.daemon = True
-    timer.start()
+class _Connection(HTTPConnection):
+    """A connection that is closed after its time-out. The socket's own time-out would
+    begin again with each received byte."""
+
+    def connect(self) -> None:
+        super().connect()
+        timer = threading.Timer(self.timeout or TIMEOUT, _cut, (self.sock,))
+        timer.daemon = True
+        timer.start()
+
+
+class _SecureConnection(_Connection, HTTPSConnection):
+    """Such a connection with TLS."""
 
 
 def _cut(connection: socket.socket) -> None:
@@ -183,27 +186,12 @@ def _cut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Connection(HTTPConnection):
-    def connect(self) -> None:
-        super().connect()
-        _limit(self, self.timeout or TIMEOUT)
+class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens such connections."""
 
-
-class _SecureConnection(HTTPSConnection):
-    def connect(self) -> None:
-        super().connect()
-        _limit(self, self.timeout or TIMEOUT)
-
-
-class _Http(urllib.request.HTTPHandler):
     def http_open(self, req: urllib.request.Request) -> HTTPResponse:
         return self.do_open(_Connection, req)
 
-
-class _Https(urllib.request.HTTPSHandler):
-    def __init__(self, trust: ssl.SSLContext) -> None:
-        super().__init__(context=trust)
-        self.trust = trust
-
     def https_open(self, req: urllib.request.Request) -> HTTPResponse:
-        return self.do_open(_SecureConnection, req, context=self.trust)
+        trust = ssl.create_default_context()
+        return self.do_open(_SecureConnection, req, context=trust)
