@@ -150,14 +150,7 @@ def bury(
             failure=failure,
             attempts=attempts,
         )
-        answering.answer_dead(
-            delivery.headers,
-            reason,
-            message_id=letter.message_id,
-            stage=stage.name,
-            using=arrival.using,
-            broker=stage.broker,
-        )
+        answering.answer_dead(letter, reason, using=arrival.using)
         if record is not None:
             mode.put_aside(arrival)
             mode.end([arrival])

@@ -100,14 +100,7 @@ def bury_outgoing(
         failure=Failure.because(reason, error),
         attempts=row.attempts + 1,
     )
-    answering.answer_dead(
-        letter.headers,
-        reason,
-        message_id=letter.message_id,
-        stage="",
-        using=using,
-        broker=broker,
-    )
+    answering.answer_dead(letter, reason, using=using)
     return letter
 
 

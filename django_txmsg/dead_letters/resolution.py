@@ -165,14 +165,7 @@ def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") 
         if one.reason == undoing.IN_DOUBT:
             undoing.confirm(one, _undone_by(one), using)
             continue
-        answering.answer_dead(
-            one.headers,
-            "discarded",
-            message_id=one.message_id,
-            stage=one.stage,
-            using=using,
-            broker=one.broker,
-        )
+        answering.answer_dead(one, "discarded", using=using)
     order = InboxMessage.order.db_manager(using)
     ordered = {one.name for one in all_stages() if one.ordered}
     for stage in ordered & {one.stage for one in batch}:

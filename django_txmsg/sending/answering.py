@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import re
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..envelope.message_type import message_type
 from ..errors import DecodeError
-from ..models import InboxMessage
+from ..models import DeadLetter, InboxMessage
 from .outbox import send_part
 from .typed_name import TypedName
 
@@ -128,15 +127,7 @@ def replying(handler: Handler, annotation: Any, broker: str) -> Handler:
     return handle
 
 
-def answer_dead(
-    headers: Mapping[str, str],
-    reason: str,
-    *,
-    message_id: uuid.UUID,
-    stage: str,
-    using: str,
-    broker: str,
-) -> None:
+def answer_dead(request: DeadLetter, reason: str, *, using: str) -> None:
     """Report to the requester that no stage will process a request, and ensure that no
     stage processes it. Runs inside the open transaction.
 
@@ -144,6 +135,7 @@ def answer_dead(
     requester is a gather that holds back further requests, the gather gets `Buried`. If
     the dead message is an undo, nothing is reported, because an undo must be done.
     """
+    headers, broker = request.headers, request.broker
     if wire.UNDOES in headers:
         return
     try:
@@ -156,6 +148,7 @@ def answer_dead(
         if wire.holds_back(headers[wire.TICKET]):
             address.send(Buried(reason), using=using, broker=broker)
         return
-    if stage:
-        InboxMessage.objects.db_manager(using).revoke(stage, message_id)
+    if request.stage:
+        inbox = InboxMessage.objects.db_manager(using)
+        inbox.revoke(request.stage, request.message_id)
     address.send(Dead(reason), using=using, broker=broker)
