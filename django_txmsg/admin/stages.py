@@ -98,9 +98,7 @@ class PausableAdmin(ReadOnlyAdmin):
                 row = self.change(name, paused=paused, by=by, why=why)
                 if row is not None:
                     what = f"{self.noun} {name}"
-                    deed = Deed.PAUSE if paused else Deed.RESUME
-                    said = pausing.said(what, paused=paused, why=why)
-                    audit(request, row, deed, said)
+                    audit(request, row, *pausing.entry(what, paused=paused, why=why))
         except LookupError:
             refusal = f"There is no {self.noun} {display.cut(name)!r} here."
             messages.error(request, refusal)

@@ -60,9 +60,7 @@ class PausingCommand(BaseCommand):
                     changed = kind.change(name, paused=paused, by=by, why=why)
                     if changed is not None:
                         what = f"{self.noun} {name}"
-                        said = pausing.said(what, paused=paused, why=why)
-                        deed = Deed.PAUSE if paused else Deed.RESUME
-                        record(using, deed, said)
+                        record(using, *pausing.entry(what, paused=paused, why=why))
             except LookupError as error:
                 raise CommandError(f"There is no {self.noun} {name!r} here.") from error
             shown = printable(name)

@@ -7,6 +7,7 @@ from django.db import router
 from .. import conf
 from ..models import DeadLetter, InboxMessage, Schedule, StageState, Worker
 from ..models.dead_letter import Resolution
+from ..models.monitoring import Deed
 from ..stages import all_stages
 from . import schedule
 
@@ -39,10 +40,13 @@ def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | N
     return rows.get(service=service, name=name) if changed else None
 
 
-def said(what: str, *, paused: bool, why: str) -> str:
-    """Return the text of the audit entry for pausing or resuming an object."""
+def entry(what: str, *, paused: bool, why: str) -> tuple[Deed, str]:
+    """Return the deed and the text of the audit entry for pausing or resuming an
+    object."""
     because = f": {why}" if why and paused else "."
-    return f"{'Paused' if paused else 'Resumed'} {what}{because}"
+    if paused:
+        return Deed.PAUSE, f"Paused {what}{because}"
+    return Deed.RESUME, f"Resumed {what}{because}"
 
 
 def _is_known(name: str, using: str) -> bool:
