@@ -8,6 +8,7 @@ import datetime as dt
 import json
 import logging
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
@@ -30,17 +31,23 @@ class _PerMessage(BaseCommand):
     done = ""
     deed: Deed
     unless = "no longer pending, being sent now, or unknown"
+    #: Changes one message. Returns False if the message cannot be changed.
+    change: Callable[..., bool]
+    #: The help text of `--why`, if the command takes a reason.
+    reason = ""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("id", nargs="+", type=uuid.UUID, metavar="ID")
+        if self.reason:
+            parser.add_argument("--why", default="", help=self.reason)
         parser.add_argument("--database", metavar="ALIAS")
 
     def handle(self, *args: Any, **options: Any) -> None:
         left = []
-        using = chosen_database(options, OutboxMessage)
+        using, arguments = chosen_database(options, OutboxMessage), self.given(options)
         for message_id in options["id"]:
             with transaction.atomic(using=using):
-                done = self.change(message_id, using, options)
+                done = self.change(message_id, using=using, **arguments)
                 if done:
                     entry = f"{self.done.capitalize()} message {message_id}"
                     why = options.get("why")
@@ -56,11 +63,11 @@ class _PerMessage(BaseCommand):
                 f"Not {self.done}, because {self.unless}: {', '.join(left)}."
             )
 
-    def change(
-        self, message_id: uuid.UUID, using: str, options: dict[str, Any]
-    ) -> bool:
-        """Change one message. Return False if the message cannot be changed."""
-        raise NotImplementedError
+    def given(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the other arguments of `change`: by default, the operator and the
+        reason."""
+        why = f": {options['why']}" if options["why"] else ""
+        return {"why": f"by {operator()}{why}"}
 
 
 class Cancel(_PerMessage):
@@ -69,15 +76,8 @@ class Cancel(_PerMessage):
     help = "Keeps pending messages from leaving. Exit code 1 when one was not pending."
     done = "cancelled"
     deed = Deed.CANCEL
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        super().add_arguments(parser)
-        parser.add_argument("--why", default="", help="Kept with the message.")
-
-    def change(
-        self, message_id: uuid.UUID, using: str, options: dict[str, Any]
-    ) -> bool:
-        return cancel_message(message_id, why=_why(options), using=using)
+    reason = "Kept with the message."
+    change = staticmethod(cancel_message)
 
 
 class Stop(_PerMessage):
@@ -90,20 +90,8 @@ class Stop(_PerMessage):
     done = "asked to stop"
     deed = Deed.STOP
     unless = "not received, ended, or at a stage without a timeout"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        super().add_arguments(parser)
-        parser.add_argument("--why", default="", help="Kept with the dead letter.")
-
-    def change(
-        self, message_id: uuid.UUID, using: str, options: dict[str, Any]
-    ) -> bool:
-        return deadline.ask_to_stop(message_id, using=using, why=_why(options))
-
-
-def _why(options: dict[str, Any]) -> str:
-    given = f": {options['why']}" if options["why"] else ""
-    return f"by {operator()}{given}"
+    reason = "Kept with the dead letter."
+    change = staticmethod(deadline.ask_to_stop)
 
 
 class Reschedule(_PerMessage):
@@ -115,6 +103,7 @@ class Reschedule(_PerMessage):
     )
     done = "rescheduled"
     deed = Deed.RESCHEDULE
+    change = staticmethod(reschedule_message)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
@@ -122,16 +111,15 @@ class Reschedule(_PerMessage):
         when.add_argument("--delay", type=float, metavar="SECONDS", help="from now")
         when.add_argument("--at", metavar="INSTANT", help="like 2026-11-22T20:00:00Z")
 
-    def change(
-        self, message_id: uuid.UUID, using: str, options: dict[str, Any]
-    ) -> bool:
+    def given(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the delay or the instant."""
+        if options["at"] is None:
+            return {"delay": dt.timedelta(seconds=options["delay"])}
+        return {"at": wire.parse_instant(options["at"])}
+
+    def handle(self, *args: Any, **options: Any) -> None:
         try:
-            when: dict[str, Any] = (
-                {"delay": dt.timedelta(seconds=options["delay"])}
-                if options["at"] is None
-                else {"at": wire.parse_instant(options["at"])}
-            )
-            return reschedule_message(message_id, using=using, **when)
+            super().handle(*args, **options)
         except (InvalidMessage, OverflowError, ValueError) as error:
             raise CommandError(str(error)) from error
 

@@ -11,11 +11,8 @@ from django.core.management.base import BaseCommand
 from ... import __name__ as package
 from ..doctor import Command as Doctor
 from ..flows import Command as Flows
-from ..monitoring import Alerts as Alerts
-from ..monitoring import Alive as Alive
-from ..monitoring import Audit as Audit
-from ..pending import Bulk as Bulk
-from ..pending import Cancel, Reschedule, Stop
+from ..monitoring import Alerts, Alive, Audit
+from ..pending import Bulk, Cancel, Reschedule, Stop
 from ..project import Contracts, Init
 from ..stages import Rate, Schedules, Stages
 from ..terminal import DatabaseCommand
