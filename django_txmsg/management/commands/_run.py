@@ -66,27 +66,22 @@ class Reloader:
     def run(self) -> int:
         """Run a child, and start another one after each change, until a signal arrives.
         Return the exit code of the last child."""
-        before = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        try:
-            while not self._signals:
-                seen = dict(files())
-                self._start()
-                self._watch(seen)
-                if not self._signals:
-                    self._end()
-            return self._last()
-        finally:
-            if self._child is not None and self._child.poll() is None:
-                self._child.kill()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            os.close(self._read)
-            os.close(self._write)
+        with _supervisor.signals_read([signal.SIGTERM, signal.SIGINT], self._on_signal):
+            try:
+                while not self._signals:
+                    seen = dict(files())
+                    self._start()
+                    self._watch(seen)
+                    if not self._signals:
+                        self._end()
+                return self._last()
+            finally:
+                if self._child is not None and self._child.poll() is None:
+                    self._child.kill()
+                os.close(self._read)
+                os.close(self._write)
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, reading: object) -> None:
         self._signals.append(number)
         # A second signal would abort the messages of a child that is already draining.
         if self._child is not None and (not self._ending or len(self._signals) > 1):
@@ -106,18 +101,16 @@ class Reloader:
             assert self._child is not None
             if self._child.poll() is not None and not reported:
                 reported = True
-                self._say(
+                say(
+                    self._stderr,
                     f"The process ended with {self._child.returncode}. The next change "
-                    f"starts it again."
+                    f"starts it again.",
                 )
             now = dict(files())
             if now != seen:
                 changed = sorted(set(now.items()) ^ set(seen.items()))
-                self._say(f"{changed[0][0]} changed: starting again.")
+                say(self._stderr, f"{changed[0][0]} changed: starting again.")
                 return
-
-    def _say(self, text: str) -> None:
-        say(self._stderr, text)
 
     def _end(self) -> None:
         assert self._child is not None
@@ -126,7 +119,7 @@ class Reloader:
         try:
             self._child.wait(GRACE)
         except subprocess.TimeoutExpired:
-            self._say(f"Killed: it has not ended within {GRACE:g} s.")
+            say(self._stderr, f"Killed: it has not ended within {GRACE:g} s.")
             self._child.kill()
             self._child.wait()
 
