@@ -46,21 +46,21 @@ PLACES = ("outbox", "redelivery", "queue", "deadline")
 STATES = ("ok", "late", "degraded", "stuck")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Health:
     """The state of the messages and processes: how long messages of each kind have been
     due, how many relays and consumers are alive, and further numbers."""
 
-    oldest: dict[str, dt.timedelta]
     workers: dict[str, int]
     unattended: bool
+    outages: int
+    """How many resources live processes could not use for two minutes or more."""
+    oldest: dict[str, dt.timedelta]
     ordered: dict[str, int]
     """For ordered stages: messages that wait for their predecessors, blocked keys, and
     stages that receive nothing."""
-    needs_newer_code: dt.timedelta | None
+    needs_newer_code: dt.timedelta | None = None
     """How long the first message has waited for code that can read it."""
-    outages: int = 0
-    """How many resources live processes could not use for two minutes or more."""
     stuck_undos: int = 0
     """How many runs of flows are stuck at an undo."""
     late_ticks: int = 0
@@ -127,51 +127,43 @@ def health(request: HttpRequest) -> JsonResponse:
 def look(*aliases: str) -> Health:
     """Query these databases, or all databases in use, and return their health."""
     home = router.db_for_write(OutboxMessage)
-    now = clock(home)
+    now, newer = clock(home), list[dt.timedelta]()
     paused = StageState.objects.db_manager(router.db_for_write(StageState)).paused()
     present = attendance.read_living(router.db_for_write(Worker), now)
     kinds = Counter(one.kind for one in present.living)
-    oldest = dict.fromkeys(PLACES, dt.timedelta())
-    ordered = dict.fromkeys(("waiting", "held_keys", "full_stages"), 0)
-    newer: list[dt.timedelta] = []
-    late_ticks = stuck_undos = 0
-    ages: dict[str, dt.timedelta | None] = {}
-    read_only = []
+    found = Health(
+        workers={kind: kinds[kind] for kind in ("relay", "consumer")},
+        unattended=bool(present.unattended([one.name for one in all_stages()])),
+        outages=len(outages.late(outages.read(present.living), now)),
+        oldest=dict.fromkeys(PLACES, dt.timedelta()),
+        ordered=dict.fromkeys(("waiting", "held_keys", "full_stages"), 0),
+    )
     for using in aliases or databases.with_tables():
         try:
-            found = _oldest(using, now, paused)
+            oldest = _oldest(using, now, paused)
             lines = turns.lines(using).values()
             full = StageState.objects.using(using).exclude(full_since=None).count()
             needing = waiting.for_newer_code(using).values()
             ticks = schedule.late(using, now)
             stuck = runs.stuck(using)
             if databases.is_read_only(using, aliases):
-                read_only.append(using)
+                found.read_only.append(using)
         except (DatabaseError, InterfaceError):
             if using == home:
                 raise
-            ages[using] = None
+            found.databases[using] = None
             continue
-        ages[using] = max(found.values())
-        oldest = {name: max(age, found[name]) for name, age in oldest.items()}
+        found.databases[using] = max(oldest.values())
+        for name, age in oldest.items():
+            found.oldest[name] = max(age, found.oldest[name])
         newer += [now - one.since for one in needing if one.since]
-        late_ticks += len(ticks)
-        stuck_undos += sum(stuck.values())
-        ordered["waiting"] += sum(line.count for line in lines)
-        ordered["held_keys"] += sum(line.held for line in lines)
-        ordered["full_stages"] += full
-    return Health(
-        oldest,
-        {kind: kinds[kind] for kind in ("relay", "consumer")},
-        bool(present.unattended([one.name for one in all_stages()])),
-        ordered,
-        max(newer, default=None),
-        len(outages.late(outages.read(present.living), now)),
-        stuck_undos,
-        late_ticks,
-        ages,
-        read_only,
-    )
+        found.late_ticks += len(ticks)
+        found.stuck_undos += sum(stuck.values())
+        found.ordered["waiting"] += sum(line.count for line in lines)
+        found.ordered["held_keys"] += sum(line.held for line in lines)
+        found.ordered["full_stages"] += full
+    found.needs_newer_code = max(newer, default=None)
+    return found
 
 
 def _oldest(

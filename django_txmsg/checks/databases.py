@@ -10,7 +10,7 @@ from typing import Any
 from django.core.checks import CheckMessage, Error, Warning
 from django.db import Error as AnyDatabaseError
 from django.db import connections, router, transaction
-from django.db.models import Count, Model
+from django.db.models import Count
 
 from .. import brokers, conf, stages
 from ..django_internals import in_block, settings_of
@@ -61,14 +61,15 @@ def consumer(alias: str) -> int:
     """Return how many threads of one consumer can use a connection to this database at
     the same time, if the consumer runs all stages."""
     settings = conf.get()
-    embedded = [name for name in settings.BROKERS if _works_in(name, alias)]
+    known = {name: brokers.get_broker(name) for name in settings.BROKERS}
+    embedded = [name for name, one in known.items() if one.stored_in == alias]
     need = 1 + 1 + 1  # its main thread, bulk operations, leases
     need += len(settings.BROKERS)  # control messages
     for stage in stages.all_stages():
         own = databases.of_stage(stage) == alias
         if own or stage.broker in embedded:
             need += stage.concurrency
-    if _writes(DeadLetter) == alias:
+    if router.db_for_write(DeadLetter) == alias:
         need += len(settings.DEAD_LETTER_DESTINATIONS)
     if settings.DISPATCH_ON_COMMIT == "thread":
         need += len(settings.BROKERS)
@@ -80,7 +81,9 @@ def relay(alias: str) -> int:
     same time."""
     settings = conf.get()
     lanes = settings.RELAY.LANES * len(settings.BROKERS)
-    own = 1 + 1 + int(alias == _writes(Worker))  # leases, charts, its heartbeat
+    own = (
+        1 + 1 + int(alias == router.db_for_write(Worker))
+    )  # leases, charts, its heartbeat
     return lanes + own + _time_loops(alias) + _notifications(alias)
 
 
@@ -106,14 +109,6 @@ def _notifications(alias: str) -> int:
     if not conf.get().NOTIFY or connections[alias].vendor != "postgresql":
         return 0
     return 2 if alias_of(alias) == alias else 1
-
-
-def _writes(model: type[Model]) -> str:
-    return router.db_for_write(model)
-
-
-def _works_in(broker: str, alias: str) -> bool:
-    return brokers.get_broker(broker).stored_in == alias
 
 
 # Whether this process receives notifications, tested with one of its own.

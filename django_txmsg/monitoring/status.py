@@ -142,6 +142,7 @@ class Status:
 
     now: dt.datetime
     databases: list[str]
+    attendance: Attendance
     unreadable: dict[str, str] = field(default_factory=dict)
     """The databases in use that do not answer, each with the error."""
     read_only: list[str] = field(default_factory=list)
@@ -167,10 +168,6 @@ class Status:
     database."""
     held_keys: list[HeldKey] = field(default_factory=list)
     """The keys of ordered stages whose messages have waited for too long."""
-    attendance: Attendance = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.attendance = Attendance(self.now, [])
 
     @property
     def outbox(self) -> Waiting:
@@ -247,13 +244,14 @@ def read(*aliases: str) -> Status:
     Reading takes about a dozen queries for each database. Workers and paused stages are
     read only from the database to which Django routes their models."""
     home = router.db_for_write(OutboxMessage)
-    status = Status(clock(home), list(aliases) or databases.with_tables())
+    now = clock(home)
+    present = attendance.read(router.db_for_write(Worker), now)
+    status = Status(now, list(aliases) or databases.with_tables(), present)
     paused = list(
         StageState.objects.db_manager(router.db_for_write(StageState)).exclude(
             paused_at=None
         )
     )
-    status.attendance = attendance.read(router.db_for_write(Worker), status.now)
     for declared in all_stages():
         using = databases.of_stage(declared)
         _place(status.stages, declared.name, using or home)

@@ -120,20 +120,17 @@ class Recurring:
 
     def arguments(self, tick: dt.datetime) -> dict[str, Any]:
         """Return the arguments of `send_message()` for a tick."""
-        return {
-            "destination": self.destination,
-            "body": self.body,
+        return {name: getattr(self, name) for name in _ARGUMENTS} | {
             "headers": {**(self.headers or {}), SCHEDULED_FOR: tick.isoformat()},
             "message_id": self.message_id(tick),
-            "key": self.key,
-            "expires": self.expires,
             "using": self.alias,
-            "broker": self.broker,
-            "unique": self.unique,
             "on_conflict": "skip",
-            "unique_until": self.unique_until,
         }
 
+
+_ARGUMENTS = (
+    "destination", "body", "key", "expires", "broker", "unique", "unique_until",
+)  # fmt: skip
 
 _declared: dict[str, Recurring] = {}
 
