@@ -218,7 +218,6 @@ class ConfirmPages(Pages):
                 "already.",
             )
             return self._admin.led_to_list(request)
-        redelivers = kind == BulkKind.REDELIVER
         count = facts.count
         same = count == 1 or "fingerprint" in filters
         newest = letters.only("exception", "reason").order_by("-pk").first()
@@ -228,17 +227,11 @@ class ConfirmPages(Pages):
             ),
             "shown": str(shown),
             "kind": kind.value,
-            "verb": kind.value.capitalize(),
             "facts": facts,
             "error": (newest.exception or newest.reason) if newest and same else "",
-            "places": facts.places[:20],
             "filters": filter_text(filters),
             "fields": hidden_fields(filters),
-            "again": facts.again if redelivers else 0,
-            "forgotten": facts.forgotten if redelivers else 0,
-            "in_doubt": facts.in_doubt if kind == BulkKind.DISCARD else 0,
             "memory": conf.get().RETENTION.INBOX,
-            "redelivers": redelivers,
             "background": count > AT_ONCE,
         }
         return render(request, "admin/django_txmsg/confirm.html", context)

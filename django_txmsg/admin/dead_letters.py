@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
@@ -24,7 +24,7 @@ from . import display
 from .base import MessageAdmin, MessageList, address
 from .bulk import PERMISSIONS, ConfirmPages
 from .copy import CopyPages
-from .counting import OLDER, count
+from .counting import OLDER, count, listed
 from .filters import BetweenFilter, CountingFilter, filter_of, read_time
 from .groups import GroupPages
 
@@ -37,14 +37,12 @@ MOST_CHOICES = 100
 class DeadFilter(CountingFilter):
     """A filter whose choices show how many open dead letters they have."""
 
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         """Yield the choices, each with its number of open dead letters. All filters of
         a page share one query."""
         counts = open_counts(request, model_admin)[str(self.parameter_name)]
         for value, number in counts.items():
-            yield value, f"{value or '(relay)'} ({number})", None
+            yield value, f"{value or '(relay)'} ({number})"
 
 
 class FingerprintFilter(DeadFilter):
@@ -53,9 +51,7 @@ class FingerprintFilter(DeadFilter):
     title = "error"
     parameter_name = "fingerprint"
 
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         """Yield the errors with their numbers of open dead letters."""
         counts = open_counts(request, model_admin)
         letters = model_admin.get_queryset(request).filter(
@@ -64,7 +60,7 @@ class FingerprintFilter(DeadFilter):
         exceptions = dict(letters.values_list("fingerprint", "exception").order_by())
         for value, number in counts["fingerprint"].items():
             text = display.cut(display.first_line(exceptions.get(value, "")), 60)
-            yield value, f"{text or value} ({number})", None
+            yield value, f"{text or value} ({number})"
 
 
 class ResolutionFilter(DeadFilter):
@@ -72,13 +68,12 @@ class ResolutionFilter(DeadFilter):
 
     title = parameter_name = "resolution"
 
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         """Yield the resolutions with their numbers of dead letters."""
         rows = model_admin.get_queryset(request)
         for state in Resolution.values:
-            yield state, state, count(rows.filter(resolution=state))
+            number = listed(count(rows.filter(resolution=state)))
+            yield state, f"{state} ({number})"
 
 
 class AgainFilter(admin.SimpleListFilter):

@@ -23,18 +23,6 @@ class CountingFilter(admin.SimpleListFilter):
     column `parameter_name` has the chosen value. The empty text is a valid choice,
     which finds the relay's dead letters, because these have no stage."""
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
-        """Yield the choices, each labelled with its number of rows."""
-        for value, label, number in self.counted(request, model_admin):
-            yield value, label if number is None else f"{label} ({listed(number)})"
-
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
-        """Yield the value, the label and the number of rows of each choice. The number
-        is None if the label already contains it."""
-        raise NotImplementedError
-
     def has_output(self) -> bool:
         """Return True if the filter is shown. A filter with a single choice is shown
         too, because the choice shows its number of rows. A filter that has a value is
@@ -64,15 +52,14 @@ class StateFilter(CountingFilter):
         """Return the condition of each state, by name."""
         raise NotImplementedError
 
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         """Yield the states with their numbers of rows."""
         rows = model_admin.get_queryset(request)
         for name, condition in self.conditions().items():
             label = self.labels.get(name, name)
-            counts = name not in self.uncounted
-            yield name, label, count(rows.filter(condition)) if counts else None
+            if name not in self.uncounted:
+                label += f" ({listed(count(rows.filter(condition)))})"
+            yield name, label
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Select the rows in the chosen state. An unknown state selects no rows."""
@@ -89,9 +76,7 @@ class PlaceFilter(CountingFilter):
     #: Values that are choices even if no row has them.
     known: Callable[[], Iterable[str]] = tuple
 
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         """Yield each value, and how many of the newest rows have this value."""
         using, table = model_admin.get_queryset(request).db, model_admin.opts.db_table
         found = recent.values(using, table, str(self.parameter_name))
@@ -99,7 +84,7 @@ class PlaceFilter(CountingFilter):
         # "12+": there may be more.
         more = "+" if sum(counts.values()) >= recent.RECENT else ""
         for name, number in sorted(counts.items()):
-            yield name, f"{name} ({number:,}{more})", None
+            yield name, f"{name} ({number:,}{more})"
 
 
 class AgeFilter(admin.SimpleListFilter):

@@ -66,17 +66,11 @@ class WorkerAdmin(ReadOnlyAdmin):
         insist(self.has_view_permission(request))
         picture = status.read()
         present = picture.attendance
-        found = [
-            *(
-                (name, "sending", one.waiting)
-                for name, one in picture.destinations.items()
-            ),
-            *(
-                (name, "redelivery", one.waiting)
-                for name, one in picture.stages.items()
-            ),
-            *((name, "delivery", one) for name, one in picture.queues.items()),
-        ]
+        waiting = {
+            "sending": {n: one.waiting for n, one in picture.destinations.items()},
+            "redelivery": {n: one.waiting for n, one in picture.stages.items()},
+            "delivery": picture.queues,
+        }
         context = {
             **self.page_context(request, "Running now"),
             "now": picture.now,
@@ -86,7 +80,8 @@ class WorkerAdmin(ReadOnlyAdmin):
             "living": {worker.pk for worker in present.living},
             "claimed": [
                 (name, what, one.in_flight)
-                for name, what, one in found
+                for what, places in waiting.items()
+                for name, one in places.items()
                 if one.in_flight
             ],
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 from django.contrib import admin, messages
@@ -53,15 +52,13 @@ class FlowFilter(CountingFilter):
 
     title = parameter_name = "flow"
 
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         """Yield the flows with their numbers of open runs."""
         found = dict.fromkeys((one.name for one in declarations()), 0)
         for one in runs.read(model_admin.get_queryset(request).db):
             found[one.flow] = one.open
         for name, number in sorted(found.items()):
-            yield name, f"{name} ({listed(number)} open)", None
+            yield name, f"{name} ({listed(number)} open)"
 
 
 class StepFilter(admin.SimpleListFilter):

@@ -29,7 +29,6 @@ from ..stages import all_stages
 from . import display
 from .audit import audit, audited
 from .base import ReadOnlyAdmin, given, insist
-from .inbox import attempts_allowed
 
 
 class PausableAdmin(ReadOnlyAdmin):
@@ -224,13 +223,7 @@ class StageAdmin(PausableAdmin):
         return {
             "now": picture.now,
             "rows": [
-                (
-                    place,
-                    declared.get(place.name),
-                    attempts_allowed().get(place.name),
-                    place.workers,
-                    limited.get(place.name),
-                )
+                (place, declared.get(place.name), limited.get(place.name))
                 for _, place in sorted(picture.stages.items())
             ],
             "may_limit": request.user.has_perm("django_txmsg.limit_stage"),
