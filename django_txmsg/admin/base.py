@@ -237,11 +237,17 @@ def insist(allowed: bool) -> None:
         raise PermissionDenied
 
 
+def may(request: HttpRequest, *permissions: str) -> bool:
+    """Return whether the user has all these permissions of our app."""
+    user: Any = request.user
+    return bool(user.has_perms([f"django_txmsg.{one}" for one in permissions]))
+
+
 def sees_messages(request: HttpRequest) -> bool:
     """Return whether the user may open the pages of messages. A page shows only the
     rows of the tables that the user may see."""
     tables = ("outboxmessage", "inboxmessage", "deadletter")
-    return any(request.user.has_perm(f"django_txmsg.view_{one}") for one in tables)
+    return any(may(request, f"view_{one}") for one in tables)
 
 
 def given(request: HttpRequest, field: str = "why") -> str:

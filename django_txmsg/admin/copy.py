@@ -25,8 +25,7 @@ from ..models.dead_letter import Resolution
 from ..models.monitoring import Deed
 from . import body as bodies
 from .audit import audit, audited
-from .base import MESSAGE, Pages, insist, led
-from .message import allowed
+from .base import MESSAGE, Pages, insist, led, may
 
 #: Largest body, in bytes, for which a text field is offered.
 LONGEST = 256 * 1024
@@ -39,9 +38,8 @@ class CopyPages(Pages):
     def page(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Show the form (GET), show the changes (POST), or send the copy (POST with
         `send`)."""
-        may = allowed(request)
-        insist(conf.get().EDIT_DEAD_LETTERS)
-        insist(may["edit"] and may["dead"] and may["body"])
+        needed = ("edit_deadletter", "view_deadletter", "view_message_body")
+        insist(conf.get().EDIT_DEAD_LETTERS and may(request, *needed))
         using = router.db_for_write(DeadLetter)
         letter = DeadLetter.objects.using(using).filter(pk=pk).first()
         if letter is None:

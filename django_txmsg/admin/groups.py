@@ -35,8 +35,8 @@ from ..models.monitoring import Deed
 from ..monitoring import dead
 from . import display
 from .audit import audit, audited
-from .base import Pages, given, insist
-from .bulk import PERMISSIONS, filter_text, hidden_fields, read_filter
+from .base import Pages, given, insist, may
+from .bulk import filter_text, hidden_fields, read_filter
 
 #: Most groups on a page.
 MOST_GROUPS = 200
@@ -51,9 +51,6 @@ MUTES = {
     "1 day": dt.timedelta(days=1),
     "1 week": dt.timedelta(weeks=1),
 }
-
-#: The permission to export dead letters.
-EXPORT = "django_txmsg.export_deadletter"
 
 #: Values that are shown of each kind, those with the most dead letters.
 MOST_VALUES = 10
@@ -80,16 +77,12 @@ class GroupPages(Pages):
             "more": max(0, len(groups) - MOST_GROUPS),
             "total": sum(group["count"] for group in groups),
             "muted": sum(group["count"] for group in groups if group["muted"]),
-            "may": {
-                "redeliver": request.user.has_perm(PERMISSIONS[BulkKind.REDELIVER]),
-                "discard": request.user.has_perm(PERMISSIONS[BulkKind.DISCARD]),
-            },
         }
         return render(request, "admin/django_txmsg/groups.html", context)
 
     def note(self, request: HttpRequest) -> HttpResponse:
         """Store an operator's note about an error, and mute the error if requested."""
-        may_note = request.user.has_perm(PERMISSIONS[BulkKind.REDELIVER])
+        may_note = may(request, "redeliver_deadletter")
         insist(may_note and self._admin.has_view_permission(request))
         using = router.db_for_write(FailureNote)
         above = request.POST.get("above", "")[:9]
@@ -123,8 +116,9 @@ class GroupPages(Pages):
     def affected(self, request: HttpRequest) -> HttpResponseBase:
         """Show who is affected by the open dead letters that match a filter (GET), or
         export these dead letters as CSV (POST)."""
-        exports, may_export = request.method == "POST", request.user.has_perm(EXPORT)
-        insist(self._admin.has_view_permission(request) and (may_export or not exports))
+        exports = request.method == "POST"
+        may_see = self._admin.has_view_permission(request)
+        insist(may_see and (not exports or may(request, "export_deadletter")))
         using = router.db_for_write(DeadLetter)
         try:
             filters = read_filter(request.POST if exports else request.GET)
@@ -151,7 +145,6 @@ class GroupPages(Pages):
             "parts": _affected(letters),
             "filters": said,
             "fields": hidden_fields(filters),
-            "may_export": may_export,
         }
         return render(request, "admin/django_txmsg/affected.html", context)
 

@@ -30,7 +30,7 @@ from ..monitoring import turns
 from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
 from .audit import audit, audited
-from .base import MESSAGE, Pages, given, insist, led, sees_messages
+from .base import MESSAGE, Pages, given, insist, led, may, sees_messages
 from .inbox import shown_state, with_state
 
 # The messages that led to a message and that it led to: all with the same correlation
@@ -220,22 +220,25 @@ class MessagePages(Pages):
 
     def page(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Show all rows of a message in one page."""
-        may = allowed(request)
+        insist(sees_messages(request))
+        outgoing = may(request, "view_outboxmessage")
+        incoming = may(request, "view_inboxmessage")
+        dead = may(request, "view_deadletter")
         using = router.db_for_read(OutboxMessage)
         outbox = inbox = letters = attempts = []
-        if may["outbox"]:
+        if outgoing:
             rows: Any = OutboxMessage.objects.using(using).filter(message_id=message_id)
             outbox = list(rows.defer("body", "headers").order_by("pk"))
             for row in outbox:
                 row.key = bodies.shown_key(row)
-        if may["inbox"]:
+        if incoming:
             rows = InboxMessage.objects.using(using).filter(message_id=message_id)
             inbox = list(with_state(rows).defer("body", "headers").order_by("pk"))
             for one in inbox:
                 one.shown = shown_state(one)  # type: ignore[attr-defined]  # the page's
             rows = Attempt.objects.using(using).filter(message_id=message_id)
             attempts = list(rows.order_by("-pk")[:MOST_ATTEMPTS])
-        if may["dead"]:
+        if dead:
             rows = DeadLetter.objects.using(using).filter(message_id=message_id)
             letters = list(rows.defer("body").order_by("pk"))
             for letter in letters:
@@ -244,7 +247,7 @@ class MessagePages(Pages):
         if not known:
             why = (
                 ": it was never stored or received, or was pruned after its retention"
-                if all(may[name] for name in ("outbox", "inbox", "dead"))
+                if outgoing and incoming and dead
                 else ", or only in tables that you may not see"
             )
             messages.warning(request, f"Message {message_id} is not here{why}.")
@@ -264,13 +267,12 @@ class MessagePages(Pages):
             "attempts": attempts,
             "events": timeline(outbox, inbox, attempts, letters),
             "flow": flow(message_id, correlation_id, using=using)
-            if may["outbox"] and may["inbox"]
+            if outgoing and incoming
             else [],
-            "content": self._content(using, outbox, inbox, letters, may["body"]),
+            "content": self._content(request, using, outbox, inbox, letters),
             "raw": raw([*outbox, *inbox, *letters]),
-            "may": may,
             "editable": conf.get().EDIT_DEAD_LETTERS,
-            "stoppable": may["stop"]
+            "stoppable": may(request, "stop_inboxmessage")
             and any(one.state.value == "received" for one in inbox)
             and bool(deadline.stoppable(message_id, using)),
         }
@@ -281,10 +283,11 @@ class MessagePages(Pages):
     ) -> HttpResponse:
         """Return the whole body, masked, as plain text that the browser does not
         execute."""
-        may = allowed(request)
+        insist(sees_messages(request))
         if table not in bodies.TABLES:
             raise Http404
-        insist(may["body"] and may[table])
+        row = bodies.TABLES[table]._meta.model_name
+        insist(may(request, "view_message_body", f"view_{row}"))
         using = router.db_for_read(OutboxMessage)
         content = bodies.read(
             table, pk, using=using, message_id=message_id, bodies=True, whole=True
@@ -306,7 +309,7 @@ class MessagePages(Pages):
 
     def cancel(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Cancel a pending message."""
-        insist(allowed(request)["cancel"])
+        _insist(request, "cancel_outboxmessage")
         why, by = _reason(request, 255)
         return self._done(
             request, message_id, Deed.CANCEL, "Cancelled", why,
@@ -316,7 +319,7 @@ class MessagePages(Pages):
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Reschedule a pending message. The user enters the number of minutes after
         which it becomes due."""
-        insist(allowed(request)["reschedule"])
+        _insist(request, "reschedule_outboxmessage")
         minutes = given(request, "minutes") or "0"
         entry = f"due in {minutes} minutes"
         try:
@@ -331,7 +334,7 @@ class MessagePages(Pages):
 
     def stop(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Ask the handler that is processing this message to stop."""
-        insist(allowed(request)["stop"])
+        _insist(request, "stop_inboxmessage")
         why, by = _reason(request, 200)
         using = router.db_for_write(InboxMessage)
         return self._done(
@@ -367,13 +370,13 @@ class MessagePages(Pages):
         return led(request, MESSAGE, message_id)
 
     def _content(
-        self, using: str, outbox: Any, inbox: Any, letters: Any, allowed: bool
+        self, request: HttpRequest, using: str, outbox: Any, inbox: Any, letters: Any
     ) -> bodies.Content | None:
         for table, rows in (("outbox", outbox), ("dead", letters), ("inbox", inbox)):
             for row in rows:
                 content = bodies.read(
                     table, row.pk, using=using, message_id=row.message_id,
-                    bodies=allowed,
+                    bodies=may(request, "view_message_body"),
                 )  # fmt: skip
                 if content is not None:
                     found: bodies.Content = content
@@ -381,27 +384,10 @@ class MessagePages(Pages):
         return None
 
 
-def allowed(request: HttpRequest) -> dict[str, bool]:
-    """Return the user's permissions for messages, by short names. Raises
-    PermissionDenied if the user may see neither outbox, nor inbox, nor dead letters."""
-    user: Any = request.user
-    may = {
-        name: user.has_perm(f"django_txmsg.{permission}")
-        for name, permission in (
-            ("outbox", "view_outboxmessage"),
-            ("inbox", "view_inboxmessage"),
-            ("dead", "view_deadletter"),
-            ("body", "view_message_body"),
-            ("redeliver", "redeliver_deadletter"),
-            ("discard", "discard_deadletter"),
-            ("edit", "edit_deadletter"),
-            ("cancel", "cancel_outboxmessage"),
-            ("reschedule", "reschedule_outboxmessage"),
-            ("stop", "stop_inboxmessage"),
-        )
-    }
-    insist(sees_messages(request))
-    return may
+def _insist(request: HttpRequest, permission: str) -> None:
+    """Raise PermissionDenied unless the user may see messages, and has the
+    permission."""
+    insist(sees_messages(request) and may(request, permission))
 
 
 def _reason(request: HttpRequest, most: int) -> tuple[str, str]:

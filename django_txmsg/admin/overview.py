@@ -20,7 +20,7 @@ from ..monitoring.periods import Hour
 from ..monitoring.status import Place
 from ..scheduling.timetable import recurring
 from . import changes
-from .base import address
+from .base import address, may
 
 _LISTS = (
     ("outboxmessage", "Outbox"),
@@ -61,17 +61,16 @@ class Page:
 def pages(request: HttpRequest) -> list[Page]:
     """Return the entries of the navigation bar for this user. A page has an entry if it
     exists on this admin site, is used in this project, and may be seen by the user."""
-    may = request.user.has_perm
     first = address(request, "admin:app_list", "django_txmsg")
     used = {
-        "schedule": recurring() or may("django_txmsg.make_schedule"),
+        "schedule": recurring() or may(request, "make_schedule"),
         "run": declarations(),
         "alert": conf.get().ALERTS.KINDS,
     }
     shown = [
         (title, f"{name}_changelist")
         for name, title in _LISTS
-        if may(f"django_txmsg.view_{name}") and used.get(name, True)
+        if may(request, f"view_{name}") and used.get(name, True)
     ]
     shown += [("What changed", "changes")] * bool(changes.seen(request))
     found = {"Overview": first}
@@ -117,10 +116,10 @@ def overview(request: HttpRequest) -> dict[str, Any]:
     charts = [
         chart(series, title, hours)
         for series, (title, table) in _CHARTS.items()
-        if _may_see(request, table)
+        if may(request, f"view_{table}")
     ]
     found = alarms.of(picture)
-    raised = [one for one in found if _may_see(request, one.table)]
+    raised = [one for one in found if may(request, f"view_{one.table}")]
     consumed = status.consumers_of_queues()
     return {
         "status": picture,
@@ -140,10 +139,6 @@ def overview(request: HttpRequest) -> dict[str, Any]:
         ],
         "living": {worker.pk for worker in picture.attendance.living},
     }
-
-
-def _may_see(request: HttpRequest, table: str) -> bool:
-    return request.user.has_perm(f"django_txmsg.view_{table}")
 
 
 def _address(request: HttpRequest, alarm: Alarm) -> str:

@@ -28,7 +28,7 @@ from ..scheduling import timetable
 from ..stages import all_stages
 from . import display
 from .audit import audit, audited
-from .base import ReadOnlyAdmin, given, insist
+from .base import ReadOnlyAdmin, given, insist, may
 
 
 class PausableAdmin(ReadOnlyAdmin):
@@ -57,10 +57,6 @@ class PausableAdmin(ReadOnlyAdmin):
         LookupError for an unknown name."""
         return router.db_for_write(self.model)
 
-    def may_pause(self, request: HttpRequest) -> bool:
-        """Return whether the user may use the buttons."""
-        return request.user.has_perm(f"django_txmsg.pause_{self.kind}")
-
     def get_urls(self) -> list[Any]:
         """Add the URLs of the buttons."""
         return [
@@ -77,7 +73,6 @@ class PausableAdmin(ReadOnlyAdmin):
         insist(self.has_view_permission(request))
         context = {
             **self.page_context(request, self.title),
-            "may_pause": self.may_pause(request),
             **self.rows(request),
         }
         return render(request, self.change_list_template, context)
@@ -88,7 +83,7 @@ class PausableAdmin(ReadOnlyAdmin):
 
     def move(self, request: HttpRequest, *, paused: bool) -> HttpResponse:
         """Pause or resume a stage or a recurring message."""
-        insist(self.may_pause(request))
+        insist(may(request, f"pause_{self.kind}"))
         name, why = given(request, self.field), given(request)
         by, verb = request.user.get_username(), "Paused" if paused else "Resumed"
         shown = f"{self.called} {name}".strip()
@@ -226,14 +221,13 @@ class StageAdmin(PausableAdmin):
                 (place, declared.get(place.name), limited.get(place.name))
                 for _, place in sorted(picture.stages.items())
             ],
-            "may_limit": request.user.has_perm("django_txmsg.limit_stage"),
             "limits": any(one.rate for one in declared.values()),
         }
 
     def limit(self, request: HttpRequest) -> HttpResponse:
         """Set another rate for a stage, for an hour. If the user enters no rate,
         restore the stage's declared rate."""
-        insist(request.user.has_perm("django_txmsg.limit_stage"))
+        insist(may(request, "limit_stage"))
         name, rate = given(request, "stage"), given(request, "rate")
         states, said = rates.states(), f"Stage {name} has its own rate again."
         with audited(states.db):
@@ -271,8 +265,8 @@ class ScheduleAdmin(PausableAdmin):
     database = staticmethod(schedule.database_of)
 
     def rows(self, request: HttpRequest) -> dict[str, Any]:
-        """Return the recurring messages, and whether the user may make new ones."""
-        return {"rows": schedule.read(), "may_make": self._may_make(request)}
+        """Return the recurring messages."""
+        return {"rows": schedule.read()}
 
     def get_urls(self) -> list[Any]:
         """Add the URLs that make and remove a recurring message."""
@@ -317,7 +311,7 @@ class ScheduleAdmin(PausableAdmin):
         said: str,
         change: Callable[[], None],
     ) -> HttpResponse:
-        insist(self._may_make(request))
+        insist(may(request, "make_schedule"))
         using = router.db_for_write(Schedule)
         rows = Schedule.objects.using(using).filter(
             service=conf.get().SERVICE, name=name
@@ -332,7 +326,3 @@ class ScheduleAdmin(PausableAdmin):
         except (TxmsgError, ValueError) as error:
             messages.error(request, f"Nothing was changed: {error}")
         return self.led_to_list(request)
-
-    @staticmethod
-    def _may_make(request: HttpRequest) -> bool:
-        return bool(request.user.has_perm("django_txmsg.make_schedule"))
