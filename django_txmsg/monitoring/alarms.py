@@ -232,29 +232,29 @@ def _stuck(status: Status) -> Iterator[Alarm]:
 
 
 def _left_behind(status: Status) -> Iterator[Alarm]:
-    waiting = [(one, one.newer) for one in status.stages.values() if one.newer]
-    late = [
-        (place, newer)
-        for place, newer in waiting
-        if newer.since and status.now - newer.since > DEPLOYED
-    ]
-    for place, newer in late:
+    for place in status.stages.values():
+        newer = place.newer
+        if newer is None or newer.since is None:
+            continue
+        age = status.now - newer.since
+        if age <= DEPLOYED:
+            continue
         many = newer.count != 1
-        since = duration(status.now - newer.since) if newer.since else ""
         yield Alarm(
             "bad", "inboxmessage", "?state=newer",
             f"{capped(newer.count)} message{'s' * many} of stage {place.label} "
             f"need{'s' * (not many)} newer code",
-            f": {newer.type} version {newer.version}, for {since}. Deploy it; or, "
-            f"after a roll-back, bury these messages.",
+            f": {newer.type} version {newer.version}, for {duration(age)}. Deploy it; "
+            f"or, after a roll-back, bury these messages.",
             about=place.label,
         )  # fmt: skip
 
 
 def _full(status: Status) -> Iterator[Alarm]:
-    full = [place for place in status.stages.values() if place.full_since]
-    for place in full:
-        since = duration(status.now - place.full_since) if place.full_since else ""
+    for place in status.stages.values():
+        if place.full_since is None:
+            continue
+        since = duration(status.now - place.full_since)
         yield Alarm(
             "bad", "inboxmessage", "?state=blocked",
             f"Stage {place.label} receives nothing",
@@ -338,19 +338,17 @@ def _unconsumed(status: Status) -> Iterator[Alarm]:
 
 
 def _paused(status: Status) -> Iterator[Alarm]:
-    paused = [place for place in status.stages.values() if place.paused_at]
-    paused.sort(key=lambda one: one.name)
-    for place in paused:
-        yield Alarm(
-            "warn", "stagestate", "", f"Stage {place.label} is paused.",
-            _who(place, status.now),
-            about=place.label,
-        )  # fmt: skip
+    for place in sorted(status.stages.values(), key=lambda one: one.name):
+        if place.paused_at is not None:
+            yield Alarm(
+                "warn", "stagestate", "", f"Stage {place.label} is paused.",
+                _who(place, status.now - place.paused_at),
+                about=place.label,
+            )  # fmt: skip
 
 
 def _abandoned(status: Status) -> Iterator[Alarm]:
-    abandoned = [one for one in status.subscriptions if one.abandoned]
-    for one in abandoned:
+    for one in [each for each in status.subscriptions if each.abandoned]:
         waiting = status.queues.get(one.queue, Waiting())
         yield Alarm(
             "warn", "outboxmessage", "#queues",
@@ -374,16 +372,12 @@ def _limited(found: list[Alarm], more: str) -> list[Alarm]:
     return [*found[:LINES], replace(rest, about="more")]
 
 
-def _who(place: Place, now: dt.datetime) -> str:
-    ago = duration(now - place.paused_at) if place.paused_at else ""
-    waiting = place.waiting.count
-    wait = (
-        f"; {capped(waiting)} redeliver{'y waits' if waiting == 1 else 'ies wait'}"
-        if waiting
-        else ""
-    )
+def _who(place: Place, age: dt.timedelta) -> str:
     why = f": {place.paused_why}" if place.paused_why else ""
-    return f" By {place.paused_by or 'unknown'}, {ago} ago{why}{wait}."
+    if waiting := place.waiting.count:
+        what = "redelivery waits" if waiting == 1 else "redeliveries wait"
+        why += f"; {capped(waiting)} {what}"
+    return f" By {place.paused_by or 'unknown'}, {duration(age)} ago{why}."
 
 
 def _since(waiting: Waiting, now: dt.datetime) -> str:
