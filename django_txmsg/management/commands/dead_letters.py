@@ -184,6 +184,15 @@ def _place(letter: DeadLetter) -> str:
     return str(task or letter.stage or "relay")
 
 
+_FLAGS = {
+    "--all": "all there are",
+    "--again": "died again after a redelivery",
+    "--one-first": "redeliver one; when a consumer has processed it, 10, 100, the rest",
+    "--force": "redeliver also messages that their stage has processed since; the bulk "
+    "operation records who did so",
+    "--dry-run": "print how many, and a token for --shown",
+    "--json": "print JSON",
+}
 _CHANGING = ("redeliver", "discard", "restore")
 _NOTING = ("note", "mute", "unmute")
 
@@ -202,7 +211,8 @@ class Command(DatabaseCommand):
         parser.add_argument(
             "ids", nargs="*", metavar="ID", help="of a dead letter or of a message"
         )
-        parser.add_argument("--all", action="store_true", help="all there are")
+        for name, text in _FLAGS.items():
+            parser.add_argument(name, action="store_true", help=text)
         parser.add_argument("--stage", help="the stage that gave up ('': the relay)")
         parser.add_argument("--destination")
         parser.add_argument("--fingerprint", help="of the error")
@@ -223,9 +233,6 @@ class Command(DatabaseCommand):
             metavar="AGE",
             help="buried at least this long ago: 30m, 12h, 7d",
         )
-        parser.add_argument(
-            "--again", action="store_true", help="died again after a redelivery"
-        )
         parser.add_argument("--search", help="message id, correlation id or key")
         parser.add_argument(
             "--limit", type=_count, default=50, help="of list and groups"
@@ -233,30 +240,14 @@ class Command(DatabaseCommand):
         parser.add_argument("--why", default="", help="kept with the bulk operation")
         parser.add_argument("--rate", type=float, help="messages a second at most")
         parser.add_argument(
-            "--one-first", action="store_true",
-            help="redeliver one; when a consumer has processed it, 10, 100, the rest",
-        )  # fmt: skip
-        parser.add_argument(
             "--tolerate", type=_count, default=0, metavar="N",
             help="of --one-first: stop when more than N have died again (default: 0)",
         )  # fmt: skip
-        parser.add_argument(
-            "--force",
-            action="store_true",
-            help="redeliver also messages that their stage has processed since; the "
-            "bulk operation records who did so",
-        )
-        parser.add_argument(
-            "--dry-run",
-            action="store_true",
-            help="print how many, and a token for --shown",
-        )
         parser.add_argument(
             "--shown", metavar="TOKEN",
             help="the token of a --dry-run: change exactly the dead letters it "
                  "counted, or none",
         )  # fmt: skip
-        parser.add_argument("--json", action="store_true")
         parser.add_argument("--database", metavar="ALIAS")
 
     def handle(self, *args: Any, **options: Any) -> None:

@@ -31,45 +31,43 @@ FAILED, SCHEDULED, SUCCEEDED = -1, 1, 2
 _APPS = Apps()  # no tables of ours: no migration is made for them
 
 
-class Published(models.Model):
-    """The table of messages that django-outbox-pattern stored for sending."""
+class _Row(models.Model):
+    """The columns that both tables of django-outbox-pattern have."""
 
     id = models.UUIDField(primary_key=True)
-    destination = models.CharField(max_length=255)
-    body = models.JSONField()
-    added = models.DateTimeField()
-    expires_at = models.DateTimeField()
-    status = models.IntegerField()
     headers = models.JSONField(null=True)
+    added = models.DateTimeField()
+    status = models.IntegerField()
 
     class Meta:
+        abstract = True
         apps = _APPS
         app_label = "django_outbox_pattern"
-        db_table = "published"
         managed = False
 
     def __str__(self) -> str:
         return str(self.pk)
 
 
-class Received(models.Model):
+class Published(_Row):
+    """The table of messages that django-outbox-pattern stored for sending."""
+
+    destination = models.CharField(max_length=255)
+    body = models.JSONField()
+    expires_at = models.DateTimeField()
+
+    class Meta(_Row.Meta):
+        db_table = "published"
+
+
+class Received(_Row):
     """The table of messages that django-outbox-pattern has processed. A redelivery of
     such a message must not be processed again."""
 
-    id = models.UUIDField(primary_key=True)
     msg_id = models.CharField(max_length=100, null=True)  # noqa: DJ001 - as it is
-    headers = models.JSONField(null=True)
-    added = models.DateTimeField()
-    status = models.IntegerField()
 
-    class Meta:
-        apps = _APPS
-        app_label = "django_outbox_pattern"
+    class Meta(_Row.Meta):
         db_table = "received"
-        managed = False
-
-    def __str__(self) -> str:
-        return str(self.pk)
 
 
 class Command(DatabaseCommand):
