@@ -50,6 +50,10 @@ SKEW = 2.0
 DRIVERS = ("psycopg", "psycopg2", "stomp.py", "amqp", "celery", "pyspark")
 
 
+#: The result of a test, its text, and perhaps what to do.
+Result = tuple[str, str] | tuple[str, str, str]
+
+
 @dataclass(frozen=True)
 class Examined:
     """The name of a test, its result, and what to do if it failed."""
@@ -157,10 +161,10 @@ def _database(alias: str) -> Iterator[Examined]:
         )
         return
     yield Examined(subject, GOOD, f"{connection.display_name} {version} answers")
-    tables = _migrations(alias)
+    tables = Examined(f"tables in database {alias!r}", *_migrations(alias))
     yield tables
     if tables.state == GOOD:
-        yield _writes(alias)
+        yield Examined(f"writing to database {alias!r}", *_writes(alias))
     skew = abs((timezone.now() - there).total_seconds())
     if skew > SKEW:
         yield Examined(
@@ -170,18 +174,16 @@ def _database(alias: str) -> Iterator[Examined]:
             "Due times use the database's clock. Let NTP set both.",
         )
     if connection.vendor == "postgresql":
-        yield _isolation(alias)
+        yield Examined(f"isolation of database {alias!r}", *_isolation(alias))
         if conf.get().NOTIFY:
-            yield _notifications(alias)
+            yield Examined(f"LISTEN in database {alias!r}", *_notifications(alias))
 
 
-def _migrations(alias: str) -> Examined:
-    subject = f"tables in database {alias!r}"
+def _migrations(alias: str) -> Result:
     try:
         executor = MigrationExecutor(connections[alias])
     except AnyDatabaseError as error:
-        return Examined(
-            subject,
+        return (
             WARNING,
             f"not known, since the list of migrations cannot be read: "
             f"{_one_line(error)}",
@@ -195,42 +197,37 @@ def _migrations(alias: str) -> Examined:
     missing = [f"{one.app_label}.{one.name}" for one, _ in executor.migration_plan(ends)
                if one.app_label in ours]  # fmt: skip
     if not missing:
-        return Examined(subject, GOOD, "all migrations are applied")
+        return GOOD, "all migrations are applied"
     where = "" if alias == "default" else f" --database {alias}"
-    return Examined(
-        subject,
+    return (
         BAD,
         f"{len(missing)} migrations are missing, the first {missing[0]}",
         f"Run manage.py migrate{where}.",
     )
 
 
-def _writes(alias: str) -> Examined:
-    subject = f"writing to database {alias!r}"
+def _writes(alias: str) -> Result:
     try:
         with transaction.atomic(using=alias):
             send_message(_destination(), "doctor", using=alias)
             transaction.set_rollback(True, using=alias)
     except AnyDatabaseError as error:
-        return Examined(
-            subject,
+        return (
             BAD,
             _one_line(error),
             "The user needs SELECT, INSERT, UPDATE and DELETE on the tables of "
             "django_txmsg, on a server that takes writes.",
         )
-    return Examined(subject, GOOD, "a message was stored and rolled back")
+    return GOOD, "a message was stored and rolled back"
 
 
-def _isolation(alias: str) -> Examined:
+def _isolation(alias: str) -> Result:
     with connections[alias].cursor() as cursor:
         cursor.execute("SHOW default_transaction_isolation")
         level = cursor.fetchone()[0]
-    subject = f"isolation of database {alias!r}"
     if level == "read committed":
-        return Examined(subject, GOOD, level)
-    return Examined(
-        subject,
+        return GOOD, level
+    return (
         WARNING,
         f"{level}: conflicting transactions are retried",
         "READ COMMITTED suffices. Ask for more where a stage needs it: "
@@ -238,27 +235,22 @@ def _isolation(alias: str) -> Examined:
     )
 
 
-def _notifications(alias: str) -> Examined:
-    subject = f"LISTEN in database {alias!r}"
+def _notifications(alias: str) -> Result:
     try:
         received = receives_notifications(alias)
     except AnyDatabaseError as error:
-        return Examined(
-            subject, WARNING, _one_line(error), "Workers poll until it works."
-        )
+        return WARNING, _one_line(error), "Workers poll until it works."
     finally:
         connections[alias_of(alias)].close()
     if received:
-        return Examined(subject, GOOD, "a notification was received")
+        return GOOD, "a notification was received"
     if received is None:
-        return Examined(
-            subject,
+        return (
             WARNING,
             "the driver cannot listen: workers poll",
             install("postgres"),
         )
-    return Examined(
-        subject,
+    return (
         WARNING,
         "a notification was not received: workers poll",
         "Behind a pooler in transaction mode, name a direct connection in "
