@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import datetime as dt
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from django.contrib import messages
@@ -195,19 +194,7 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     return ordered
 
 
-@dataclass
-class Affected:
-    """Values of one kind (key, flow or tenant) in dead letters: how many different
-    values there are, how many dead letters have none, and the values with the most dead
-    letters."""
-
-    kind: str
-    distinct: int
-    without: int
-    most: list[tuple[str, int]] = field(default_factory=list)
-
-
-def _affected(letters: QuerySet[DeadLetter]) -> list[Affected]:
+def _affected(letters: QuerySet[DeadLetter]) -> list[dict[str, Any]]:
     """Return the keys and flows of dead letters. If the setting TENANT_HEADER names a
     header, also return their tenants. Values of headers are masked."""
     tenant = conf.get().TENANT_HEADER
@@ -225,7 +212,10 @@ def _affected(letters: QuerySet[DeadLetter]) -> list[Affected]:
 
 def _values(
     letters: QuerySet[DeadLetter], count: int, kind: str, value: Any, header: str
-) -> Affected:
+) -> dict[str, Any]:
+    """Return the values of one kind (key, flow or tenant) in dead letters: how many
+    different values there are, how many dead letters have none, and the values with the
+    most dead letters."""
     have = letters.annotate(value=value).filter(value__gt="")
     rows: Any = have.values("value").annotate(n=Count("pk"), example=Max("pk"))
     found = list(rows.order_by("-n", "value")[:MOST_VALUES])
@@ -233,13 +223,16 @@ def _values(
         [row["example"] for row in found] if header else []
     )
     totals = have.aggregate(distinct=Count("value", distinct=True), have=Count("pk"))
-    affected = Affected(kind, totals["distinct"], count - totals["have"])
+    most = []
     for row in found:
         text = row["value"]
         if header:
             text = _masked(examples[row["example"]]).get(header, masking.MASKED)
-        affected.most.append((text, row["n"]))
-    return affected
+        most.append((text, row["n"]))
+    without = count - totals["have"]
+    return {
+        "kind": kind, "distinct": totals["distinct"], "without": without, "most": most,
+    }  # fmt: skip
 
 
 def _as_csv(letters: QuerySet[DeadLetter]) -> Iterator[str]:

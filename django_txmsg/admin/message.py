@@ -136,33 +136,20 @@ def timeline(
     letters: Iterable[DeadLetter],
 ) -> list[Event]:
     """Return all recorded events of one message, oldest first."""
-    events: list[Event] = []
-    stored = False
-    for row in outbox:
-        stored = True
-        events += _of_outbox(row)
-    rows = list(inbox)
-    for received in rows:
-        if received.created_at is not None and not stored:
-            events.append(
-                Event(received.created_at, "stored", received.service or "elsewhere")
-            )
-            stored = True
-        events += _of_inbox(received)
+    events = [event for row in outbox for event in _of_outbox(row)]
+    received = list(inbox)
+    for row in received if not events else ():
+        if row.created_at is not None:
+            events = [Event(row.created_at, "stored", row.service or "elsewhere")]
+            break
+    events += [event for row in received for event in _of_inbox(row)]
     error = ""
     for attempt in sorted(attempts, key=lambda one: one.failed_at):
         known, error = error, attempt.exception.partition("\n")[0]
-        events.append(
-            Event(
-                attempt.failed_at,
-                f"attempt {attempt.number} failed",
-                attempt.stage,
-                "" if error == known else error,
-                "bad",
-            )
-        )
-    for letter in letters:
-        events += _of_letter(letter)
+        what = f"attempt {attempt.number} failed"
+        shown = "" if error == known else error
+        events.append(Event(attempt.failed_at, what, attempt.stage, shown, "bad"))
+    events += [event for letter in letters for event in _of_letter(letter)]
     events.sort(key=lambda event: event.at)
     for before, after in itertools.pairwise(events):
         after.gap = after.at - before.at
@@ -187,13 +174,8 @@ def _of_outbox(row: OutboxMessage) -> Iterator[Event]:
 def _of_inbox(row: InboxMessage) -> Iterator[Event]:
     yield Event(row.first_received_at, "received", row.stage)
     if row.deliveries > 1:
-        yield Event(
-            row.last_received_at,
-            f"received copy {row.deliveries}",
-            row.stage,
-            "",
-            "warn",
-        )
+        copy = f"received copy {row.deliveries}"
+        yield Event(row.last_received_at, copy, row.stage, "", "warn")
     if row.started_at is not None and row.attempts > 1:
         yield Event(row.started_at, f"attempt {row.attempts} began", row.stage)
     if row.processed_at is not None:
@@ -270,7 +252,7 @@ class MessagePages(Pages):
             if outgoing and incoming
             else [],
             "content": self._content(request, using, outbox, inbox, letters),
-            "raw": raw([*outbox, *inbox, *letters]),
+            "raw": raw(known),
             "editable": conf.get().EDIT_DEAD_LETTERS,
             "stoppable": may(request, "stop_inboxmessage")
             and any(one.state.value == "received" for one in inbox)

@@ -49,18 +49,10 @@ _CHARTS = {
 }
 
 
-@dataclass(frozen=True)
-class Page:
-    """One entry of the navigation bar. `current` is true for the page that is shown."""
-
-    title: str
-    address: str
-    current: bool
-
-
-def pages(request: HttpRequest) -> list[Page]:
-    """Return the entries of the navigation bar for this user. A page has an entry if it
-    exists on this admin site, is used in this project, and may be seen by the user."""
+def pages(request: HttpRequest) -> list[tuple[str, str, bool]]:
+    """Return the entries of the navigation bar for this user: the title, the address,
+    and whether the page is shown now. A page has an entry if it exists on this admin
+    site, is used in this project, and may be seen by the user."""
     first = address(request, "admin:app_list", "django_txmsg")
     used = {
         "schedule": recurring() or may(request, "make_schedule"),
@@ -80,17 +72,7 @@ def pages(request: HttpRequest) -> list[Page]:
     # Pages lie below others, and all lie below the overview.
     below = [to for to in found.values() if to != first and request.path.startswith(to)]
     here = max(below, key=len, default=request.path)
-    return [Page(title, to, to == here) for title, to in found.items()]
-
-
-@dataclass
-class Bar:
-    """One bar of a chart, for one hour."""
-
-    x: int
-    y: float
-    height: float
-    title: str
+    return [(title, to, to == here) for title, to in found.items()]
 
 
 @dataclass
@@ -101,7 +83,8 @@ class Chart:
     title: str
     total: int
     peak: int
-    bars: list[Bar]
+    bars: list[tuple[int, float, float, str]]
+    """For each hour: the position, the height and the title of its bar."""
     width: int = 24 * (BAR + GAP)
     height: int = HEIGHT
     bar: int = BAR
@@ -174,5 +157,5 @@ def chart(series: str, title: str, hours: list[Hour]) -> Chart:
         height = max(2.0, HEIGHT * count / peak) if count else 0.0
         x, y = index * (BAR + GAP), round(HEIGHT - height, 1)
         said = f"{hour.start:%H:%M} UTC: {count:,} {title.lower()}"
-        bars.append(Bar(x, y, round(height, 1), said))
+        bars.append((x, y, round(height, 1), said))
     return Chart(series, title, sum(counts), peak, bars)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -108,27 +107,6 @@ class PausableAdmin(ReadOnlyAdmin):
 # The contract as a page: what this service sends and receives, and breaking changes.
 
 
-@dataclass
-class Channel:
-    """One destination in the contract, with its messages. `sent` is true if this
-    service sends to the destination. `stages` are the stages that consume it."""
-
-    address: str
-    sent: bool = False
-    stages: list[str] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-
-
-@dataclass
-class Message:
-    """One message type in the contract."""
-
-    name: str
-    version: int | None
-    readable_from: int | None
-    schema: str
-
-
 def show_contract(request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
     """Show the contract. `?format=json` returns the document itself."""
     file = contracts.path()
@@ -152,33 +130,32 @@ def show_contract(request: HttpRequest, context: dict[str, Any]) -> HttpResponse
     )
 
 
-def channels(contract: Contract) -> list[Channel]:
-    """Return the contract's channels, sorted by address."""
-    found = {name: Channel(name) for name in sorted(contract["channels"])}
+def channels(contract: Contract) -> list[dict[str, Any]]:
+    """Return the contract's channels, sorted by address: each with its messages,
+    whether this service sends to it, and the stages that consume it."""
     types = contract["components"]["messages"]
-    for name, channel in found.items():
-        channel.messages = [
-            _message(one, types[one])
-            for one in sorted(contract["channels"][name]["messages"])
-        ]
+    found: dict[str, dict[str, Any]] = {}
+    for address, channel in sorted(contract["channels"].items()):
+        messages = [_message(one, types[one]) for one in sorted(channel["messages"])]
+        found[address] = {"address": address, "stages": [], "messages": messages}
     for name, operation in sorted(contract["operations"].items()):
         action, _, who = name.partition(".")
         at = found[operation["channel"]["$ref"].rpartition("/")[2]]
         if action == "send":
-            at.sent = True
+            at["sent"] = True
         else:
-            at.stages.append(who)
+            at["stages"].append(who)
     return list(found.values())
 
 
-def _message(name: str, given: Contract) -> Message:
+def _message(name: str, given: Contract) -> dict[str, Any]:
     schema = given.get("payload", {}).get("schema", {})
-    return Message(
-        name,
-        given.get(VERSION),
-        given.get(READABLE_FROM),
-        json.dumps(schema, indent=2, ensure_ascii=False),
-    )
+    return {
+        "name": name,
+        "version": given.get(VERSION),
+        "readable_from": given.get(READABLE_FROM),
+        "schema": json.dumps(schema, indent=2, ensure_ascii=False),
+    }
 
 
 _TEMPLATE = "admin/django_txmsg/contract.html"

@@ -313,19 +313,17 @@ class Command(DatabaseCommand):
         letters = DeadLetter.objects.using(using)
         found: list[int] = []
         for one in given:
-            if one.isdecimal():
-                pks = list(letters.filter(pk=int(one)).values_list("pk", flat=True))
-            else:
-                try:
-                    wanted = uuid.UUID(one)
-                except ValueError:
-                    raise CommandError(
-                        f"{one!r} is neither the number of a dead letter nor a "
-                        f"message id."
-                    ) from None
-                pks = list(
-                    letters.filter(message_id=wanted).values_list("pk", flat=True)
+            try:
+                rows = (
+                    letters.filter(pk=int(one))
+                    if one.isdecimal()
+                    else letters.filter(message_id=uuid.UUID(one))
                 )
+            except ValueError:
+                raise CommandError(
+                    f"{one!r} is neither the number of a dead letter nor a message id."
+                ) from None
+            pks = list(rows.values_list("pk", flat=True))
             if not pks:
                 raise CommandError(f"No dead letter {one}.")
             found += pks

@@ -53,9 +53,7 @@ class Command(DatabaseCommand):
         if options["action"] == "list":
             self._list(broker, options["json"])
         else:
-            self._remove(
-                broker, options["topic"], options["subscriber"], options["dry_run"]
-            )
+            self._remove(broker, options)
 
     def _list(self, broker: Broker, as_json: bool) -> None:
         using = _tables_of(broker)
@@ -83,9 +81,8 @@ class Command(DatabaseCommand):
         if not known:
             self.stdout.write("There are no subscriptions.")
 
-    def _remove(
-        self, broker: Broker, topic: str, subscriber: str, dry_run: bool
-    ) -> None:
+    def _remove(self, broker: Broker, options: dict[str, Any]) -> None:
+        topic, subscriber = options["topic"], options["subscriber"]
         using = _tables_of(broker)
         if using is not None:
             stages = [one for one in all_stages() if one.destination == topic]
@@ -113,7 +110,7 @@ class Command(DatabaseCommand):
         lost = waiting.get(queue_name(topic, subscriber), 0)
         which = f"the subscription {subscriber} to {topic}"
         which += f", with {capped(lost)} messages." if lost else "."
-        if dry_run:
+        if options["dry_run"]:
             self.stdout.write(f"Would remove {which}")
             return
         # First: the messages are deleted in many transactions.
