@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
@@ -279,12 +280,9 @@ def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:
     """
     text = text.strip()
     pks: set[int] = set()
-    try:
-        wanted = uuid.UUID(text)
-    except ValueError:
-        pass
-    else:
-        pks.update(rows.filter(message_id=wanted).values_list("pk", flat=True)[:FOUND])
+    with suppress(ValueError):
+        same = rows.filter(message_id=uuid.UUID(text))
+        pks.update(same.values_list("pk", flat=True)[:FOUND])
     for column in columns:
         if not pks:
             same = rows.filter(**{column: text}).order_by()

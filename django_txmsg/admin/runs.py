@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import uuid
 from typing import Any
+from urllib.parse import urlencode
 
 from django.contrib import admin, messages
 from django.db import router
 from django.db.models import Max, Min, Q, QuerySet
-from django.http import HttpRequest, HttpResponse, QueryDict
+from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.utils.safestring import SafeString
 
@@ -148,9 +149,7 @@ class RunAdmin(RowPageAdmin):
         that wait for this step."""
         chosen = {name: request.GET.get(name, "") for name in ("flow", "step")}
         may = request.user.has_perm(PERMISSIONS[BulkKind.GO_BACK])
-        query = QueryDict(mutable=True)
-        query.update(chosen)
-        back = query.urlencode() if may and all(chosen.values()) else ""
+        back = urlencode(chosen) if may and all(chosen.values()) else ""
         return super().changelist_view(request, {"back": back, **(extra_context or {})})
 
     def go_back(self, request: HttpRequest) -> HttpResponse:

@@ -140,12 +140,7 @@ def prunable(kind: Kind) -> bool:
 
 def count(kind: Kind, using: str) -> int:
     """Return how many rows `prune()` would delete now."""
-    if not prunable(kind):
-        return 0
-    cutoff = _cutoff(kind, using)
-    doomed = kind.doomed(using, cutoff)
-    pages = _pages(kind, using, cutoff, 10 * BATCH_SIZE)
-    return sum(doomed.filter(page).count() for page in pages)
+    return sum(rows.count() for rows in _doomed(kind, using, 10 * BATCH_SIZE))
 
 
 def prune(
@@ -162,23 +157,24 @@ def prune(
     After each transaction, `on_batch` is called with the number of rows deleted so far.
     When `stop` is set, pruning ends after the current transaction.
     """
-    if not prunable(kind):
-        return 0
-    cutoff = _cutoff(kind, using)
     deleted = 0
-    for page in _pages(kind, using, cutoff, batch_size):
+    for rows in _doomed(kind, using, batch_size):
         if stop is not None and stop.is_set():
             break
-        doomed = kind.doomed(using, cutoff).filter(page)
-        deleted += _delete(doomed, using)
+        deleted += _delete(rows, using)
         if on_batch is not None:
             on_batch(kind, deleted)
     return deleted
 
 
-def _pages(kind: Kind, using: str, cutoff: dt.datetime, size: int) -> Iterator[Q]:
-    """Yield conditions on the indexed column `kind.by`. Each condition selects the next
-    `size` rows of the table, including rows that are not settled."""
+def _doomed(kind: Kind, using: str, size: int) -> Iterator[QuerySet[Any]]:
+    """Yield the rows that may be deleted now, in the order of the indexed column
+    `kind.by`. Each part is within `size` rows of the table, which include rows that are
+    not settled."""
+    if kind.days is None or not prunable(kind):
+        return
+    cutoff = clock(using) - dt.timedelta(days=kind.days)
+    doomed = kind.doomed(using, cutoff)
     rows: QuerySet[Any] = kind.model._default_manager.using(using)
     if kind.by != "pk":
         rows = rows.filter(**{f"{kind.by}__lt": cutoff})
@@ -196,7 +192,9 @@ def _pages(kind: Kind, using: str, cutoff: dt.datetime, size: int) -> Iterator[Q
             return
         first, last = last, page[-1][0]
         bounds = Q(**{f"{kind.by}__lte": last})
-        yield bounds if first is None else bounds & Q(**{f"{kind.by}__gt": first})
+        if first is not None:
+            bounds &= Q(**{f"{kind.by}__gt": first})
+        yield doomed.filter(bounds)
 
 
 def _delete(doomed: QuerySet[Any], using: str) -> int:
@@ -220,11 +218,6 @@ def _delete(doomed: QuerySet[Any], using: str) -> int:
             Exists(remembered)
         ).delete()
     return deleted
-
-
-def _cutoff(kind: Kind, using: str) -> dt.datetime:
-    assert kind.days is not None
-    return clock(using) - dt.timedelta(days=kind.days)
 
 
 def _before(column: str) -> Callable[[dt.datetime], Q]:

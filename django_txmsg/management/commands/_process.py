@@ -165,7 +165,10 @@ def heartbeat(
         pause = PERIOD.total_seconds()
         liveness.turned(pause)
         while not done.wait(pause):
-            _count(using)
+            counting = database_health.retry(
+                using, f"the charts of database {using!r} are not updated"
+            )
+            counting.run(lambda: periods.remember(using, clock(using)))
             recycle(idle=True)
             liveness.turned(pause)
 
@@ -188,12 +191,3 @@ def heartbeat(
     finally:
         done.set()
         group.join()
-
-
-def _count(using: str) -> None:
-    """Aggregate the counts of a database. If the database cannot be used, do nothing,
-    because a later call will count the same rows."""
-    counting = database_health.retry(
-        using, f"the charts of database {using!r} are not updated"
-    )
-    counting.run(lambda: periods.remember(using, clock(using)))
