@@ -12,7 +12,7 @@ from typing import Any
 
 from django.apps import apps
 from django.conf import settings
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand
 from django.db import connections, router
 from django.urls import NoReverseMatch, reverse
 from django.utils.module_loading import module_has_submodule
@@ -20,7 +20,6 @@ from django.utils.module_loading import module_has_submodule
 from .. import contracts
 from ..dead_letters.burial import bury_unread
 from ..django_internals import settings_of
-from ..errors import ConfigurationError
 from ..models import OutboxMessage
 from ..models.monitoring import Deed
 from .terminal import record
@@ -184,21 +183,18 @@ class Contracts(BaseCommand):
         )  # fmt: skip
 
     def handle(self, *args: Any, **options: Any) -> None:
-        try:
-            if options["action"] == "export":
-                self._export(options["file"])
-            elif options["action"] == "bury":
-                using, stage = options["database"], options["stage"]
-                # First: it is done in many transactions, each of which may be the last.
-                of = f"stage {stage}" if stage else "all stages"
-                said = f"Bury messages of {of} that need newer code."
-                record(using, Deed.BURY, said, count=None)
-                buried = bury_unread(using, stage)
-                self.stdout.write(f"Buried {buried} messages that need newer code.")
-            else:
-                self._check(options)
-        except ConfigurationError as error:
-            raise CommandError(str(error)) from error
+        if options["action"] == "export":
+            self._export(options["file"])
+        elif options["action"] == "bury":
+            using, stage = options["database"], options["stage"]
+            # First: it is done in many transactions, each of which may be the last.
+            of = f"stage {stage}" if stage else "all stages"
+            said = f"Bury messages of {of} that need newer code."
+            record(using, Deed.BURY, said, count=None)
+            buried = bury_unread(using, stage)
+            self.stdout.write(f"Buried {buried} messages that need newer code.")
+        else:
+            self._check(options)
 
     def _export(self, given: str | None) -> None:
         file = contracts.path(None if given == "-" else given)

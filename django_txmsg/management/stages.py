@@ -15,7 +15,7 @@ from django.db.models import Model
 
 from ..consuming import rates
 from ..envelope import serializers
-from ..errors import ConfigurationError, TxmsgError
+from ..errors import TxmsgError
 from ..models import Schedule, StageState
 from ..models.monitoring import Deed
 from ..monitoring import pausing, schedule, status
@@ -152,10 +152,7 @@ class Rate(BaseCommand):
                 said = f"Stage {name} has its own rate again."
             else:
                 age = options["age"]
-                try:
-                    rates.limit(name, options["rate"], read_age(age), by=operator())
-                except ConfigurationError as error:
-                    raise CommandError(str(error)) from error
+                rates.limit(name, options["rate"], read_age(age), by=operator())
                 said = f"Stage {name} has a rate of {options['rate']} for {age}."
             record(states.db, Deed.LIMIT, said)
         self.stdout.write(printable(said))

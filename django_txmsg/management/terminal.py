@@ -23,6 +23,7 @@ from django.db.models import Model
 from django.utils import timezone
 
 from ..envelope.stage_options import UNITS
+from ..errors import TxmsgError
 from ..models import AuditEntry, BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
 from ..runtime import database_health
@@ -70,13 +71,17 @@ AWAY = 3
 
 
 class DatabaseCommand(BaseCommand):
-    """A command that reports in a sentence that a database has failed, or takes no
-    changes now. Other errors of a database end the command with their traceback."""
+    """A command that reports the package's errors in a sentence. It also reports so
+    that a database has failed, or takes no changes now. Other errors of a database end
+    the command with their traceback."""
 
     def execute(self, *args: Any, **options: Any) -> str | None:
-        """Run the command. Raises CommandError with the exit code AWAY."""
+        """Run the command. Raises CommandError, for a database with the exit code
+        AWAY."""
         try:
             return super().execute(*args, **options)
+        except TxmsgError as error:
+            raise CommandError(str(error)) from error
         except (DatabaseError, InterfaceError) as error:
             if not _helps_to_repeat(error):
                 raise

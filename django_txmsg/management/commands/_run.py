@@ -38,8 +38,8 @@ from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
 from ..terminal import printable, require_tables
 from . import _supervisor
-from ._process import heartbeat, return_memory, say, stay_light, stop_on_signals
-from ._workers import add_arguments, probed, supervise
+from ._process import heartbeat, say
+from ._workers import add_arguments, supervise, working
 
 # `--reload`: a parent watches the code, and restarts its child when it changes.
 #
@@ -316,16 +316,13 @@ class Command(BaseCommand):
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
         supervise(options, self.stderr)
-        return_memory()
-        stay_light()
         with ExitStack() as stack:
             if options["verbosity"] > 0:
                 self._introduce(databases, brokers, stages)
                 consumed = {stage.destination for stage in stages}
                 lines = Lines(self._line, self.style, consumed)
                 stack.enter_context(lines.printing())
-            stack.enter_context(stop_on_signals(service.stop, self.stderr))
-            stack.enter_context(probed(options, self.stderr))
+            stack.enter_context(working(service.stop, options, self.stderr))
             presence = Presence("relay", router.db_for_write(Worker))
             stack.enter_context(heartbeat(presence, service))
             try:

@@ -26,7 +26,7 @@ from ...monitoring import process_states
 from ...monitoring.process_states import WITHIN
 from ...runtime import liveness
 from . import _supervisor
-from ._process import say
+from ._process import return_memory, say, stay_light, stop_on_signals
 from ._supervisor import Supervisor, cores, log
 
 # `--http HOST:PORT`: `/alive`, `/ready` and `/metrics` of a worker.
@@ -203,6 +203,19 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
             _announce(stack.enter_context(server.answering()), stderr)
         code = supervisor.run()
     sys.exit(code)
+
+
+@contextmanager
+def working(
+    stop: Callable[[], None], options: Mapping[str, Any], stderr: Any
+) -> Iterator[None]:
+    """Limit the memory of the process. While the block runs, call `stop` on a signal,
+    and answer probes."""
+    return_memory()
+    if not options.get("once"):
+        stay_light()
+    with stop_on_signals(stop, stderr), probed(options, stderr):
+        yield
 
 
 @contextmanager

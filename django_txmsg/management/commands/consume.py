@@ -14,8 +14,8 @@ from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
 from ...models import InboxMessage
 from ...stages import find
 from ..terminal import require_positive, require_tables
-from ._process import return_memory, say, stay_light, stop_on_signals
-from ._workers import add_arguments, probed, supervise
+from ._process import say
+from ._workers import add_arguments, supervise, working
 
 
 class Command(BaseCommand):
@@ -54,13 +54,7 @@ class Command(BaseCommand):
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
         supervise(options, self.stderr)
-        return_memory()
-        if not options["once"]:
-            stay_light()
-        with (
-            stop_on_signals(consumer.stop, self.stderr),
-            probed(options, self.stderr),
-        ):
+        with working(consumer.stop, options, self.stderr):
             if options["verbosity"] > 0:
                 names = ", ".join(stage.name for stage in stages)
                 self.stderr.write(f"Consuming: {names or 'control messages only'}.")

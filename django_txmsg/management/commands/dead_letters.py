@@ -20,7 +20,6 @@ from django.db.models import Count, Max, Min
 from ... import conf, wire
 from ...dead_letters import bulk, masking, selection
 from ...dead_letters.selection import Shown
-from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk_operation import BulkKind, BulkState
 from ...models.dead_letter import Resolution
@@ -255,29 +254,24 @@ class Command(DatabaseCommand):
         using = chosen_database(options, DeadLetter)
         report = Report(self.stdout, as_json=options["json"])
         filters = self._filters(using, options)
-        try:
-            if action in ("list", "groups"):
-                opened = selection.matching("redeliver", filters, using=using)
-                if action == "list":
-                    report.letters(opened, options["limit"])
-                else:
-                    report.groups(opened, options["limit"])
-            elif action == "show":
-                if not options["ids"]:
-                    raise CommandError("Which one? Give its id or its message's id.")
-                found = selection.filtered(filters, using=using).order_by("pk")
-                report.shown(found.iterator(chunk_size=1))
-            elif action in _NOTING:
-                self._note(action, using, options)
-            else:
-                if not filters and not options["all"]:
-                    raise CommandError(
-                        f"To {action} all dead letters, say --all. Or give ids, "
-                        f"--stage, --fingerprint, --older-than, --reason."
-                    )
-                self._change(action, filters, using, options, report)
-        except TxmsgError as error:
-            raise CommandError(str(error)) from error
+        if action in ("list", "groups"):
+            opened = selection.matching("redeliver", filters, using=using)
+            show = report.letters if action == "list" else report.groups
+            show(opened, options["limit"])
+        elif action == "show":
+            if not options["ids"]:
+                raise CommandError("Which one? Give its id or its message's id.")
+            found = selection.filtered(filters, using=using).order_by("pk")
+            report.shown(found.iterator(chunk_size=1))
+        elif action in _NOTING:
+            self._note(action, using, options)
+        else:
+            if not filters and not options["all"]:
+                raise CommandError(
+                    f"To {action} all dead letters, say --all. Or give ids, "
+                    f"--stage, --fingerprint, --older-than, --reason."
+                )
+            self._change(action, filters, using, options, report)
 
     def _filters(self, using: str, options: dict[str, Any]) -> dict[str, Any]:
         names = ("stage", "destination", "fingerprint", "reason", "search")

@@ -21,8 +21,8 @@ from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time, ticked
 from ...scheduling.timekeeper import Timekeeper
 from ..terminal import require_positive, require_tables
-from ._process import heartbeat, return_memory, say, stay_light, stop_on_signals
-from ._workers import add_arguments, probed, supervise
+from ._process import heartbeat, say
+from ._workers import add_arguments, supervise, working
 
 
 class Command(BaseCommand):
@@ -58,16 +58,12 @@ class Command(BaseCommand):
             raise CommandError(f"No broker {unknown[0]!r} under TXMSG['BROKERS'].")
         require_tables(*databases, waits=True)
         supervise(options, self.stderr)
-        return_memory()
         relay = Relay(databases, brokers, batch_size=options["batch_size"])
         presence = Presence("relay", router.db_for_write(Worker))
-        if not options["once"]:
-            stay_light()
         time_loops = [Timekeeper(databases), Deadlines(databases)]
         beating = heartbeat(presence, relay, databases)
         with ExitStack() as stack:
-            stack.enter_context(stop_on_signals(relay.stop, self.stderr))
-            stack.enter_context(probed(options, self.stderr))
+            stack.enter_context(working(relay.stop, options, self.stderr))
             stack.enter_context(beating)
             if not options["once"]:
                 loops = [*time_loops, Alerting(databases)]

@@ -11,7 +11,7 @@ from django.db import router
 
 from ...brokers import get_broker
 from ...brokers.base import Broker
-from ...errors import BrokerError, ConfigurationError
+from ...errors import BrokerError
 from ...models import AuditEntry, Worker
 from ...models.fields import clock
 from ...models.monitoring import Deed
@@ -46,10 +46,7 @@ class Command(DatabaseCommand):
             one.add_argument("--broker", default="default", metavar="ALIAS")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        try:
-            broker = get_broker(options["broker"])
-        except ConfigurationError as error:
-            raise CommandError(str(error)) from error
+        broker = get_broker(options["broker"])
         if options["action"] == "list":
             self._list(broker, options["json"])
         else:
