@@ -48,11 +48,6 @@ def with_state(rows: QuerySet[InboxMessage]) -> QuerySet[InboxMessage]:
     )
 
 
-def is_held(row: InboxMessage) -> bool:
-    """Return True if the stage of a row from `with_state()` is paused."""
-    return bool(getattr(row, "held", False))
-
-
 def shown_state(row: InboxMessage) -> str:
     """Return the state that pages show for a row from `with_state()`."""
     if row.due_at is not None:
@@ -120,7 +115,7 @@ class InboxAdmin(MessageAdmin):
         return display.named(row.stage, row.task)
 
     @admin.display(description="next attempt")
-    def due(self, row: InboxMessage) -> SafeString | str:
+    def due(self, row: Any) -> SafeString | str:
         """The time of a parked message's next attempt, or what the message waits
         for."""
         if row.due_at is None:
@@ -130,7 +125,7 @@ class InboxAdmin(MessageAdmin):
             return format_html("after {} of its key", before)
         if row.needs_version is not None:
             return f"with {row.needs_type} {row.needs_version}"
-        return "when resumed" if is_held(row) else display.ago(row.due_at)
+        return "when resumed" if row.held else display.ago(row.due_at)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[InboxMessage]:
         """Add the values from other tables that determine a row's state."""
@@ -140,7 +135,8 @@ class InboxAdmin(MessageAdmin):
     def tries(self, row: InboxMessage) -> SafeString:
         """The number of attempts, the number of allowed attempts, the number of
         deliveries, and the last error."""
-        most = attempts_allowed().get(row.stage)
+        allowed = {one.name: one.policy.max_attempts for one in all_stages()}
+        most = allowed.get(row.stage)
         text = f"{row.attempts} of {most}" if most else str(row.attempts)
         if row.deliveries > 1:
             text += f", delivered {row.deliveries} times"
@@ -154,8 +150,3 @@ class InboxAdmin(MessageAdmin):
         return display.duration(row.processed_at - row.created_at)
 
     age = display.column("received", display.age, "first_received_at")
-
-
-def attempts_allowed() -> dict[str, int]:
-    """Return the maximum number of attempts at each stage declared in this process."""
-    return {one.name: one.policy.max_attempts for one in all_stages()}

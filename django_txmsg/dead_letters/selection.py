@@ -25,20 +25,14 @@ from ..models.fields import Holds, MessageKey, OneOf, clock
 from ..rules import dead_letters as rules
 from ..sending.undoing import IN_DOUBT
 
-#: The keys of a filter. All given conditions must hold.
-FILTERS = {
-    "ids": "ids of dead letters",
-    "stage": "the stage that gave up; empty for the relay",
-    "destination": "where the message was sent",
-    "fingerprint": "the error's fingerprint",
-    "reason": "why it was buried",
-    "resolution": "what became of it: only those in this state",
-    "since": "buried at this instant (RFC 3339), or later",
-    "before": "buried before this instant (RFC 3339)",
-    "older": "only those with a lower id",
-    "again": "true: only those that died again after a redelivery",
-    "search": "message id, correlation id, key or fingerprint",
-}
+#: The columns by which a filter selects. The empty stage means the relay.
+COLUMNS = ("stage", "destination", "fingerprint", "reason", "resolution")
+
+#: The keys of a filter. All given conditions must hold. "since" and "before" are the
+#: bounds of the time of burial (RFC 3339), the first of them included. "older" selects
+#: lower ids. "again" is true for those that died again after a redelivery. "search"
+#: finds a message id, a correlation id, a key or a fingerprint.
+FILTERS = ("ids", *COLUMNS, "since", "before", "older", "again", "search")
 
 
 #: Most dead letters that can be selected by their ids.
@@ -63,7 +57,7 @@ def matching(
 
 def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
     """Return the dead letters, in any state, that match `filters`."""
-    unknown = filters.keys() - FILTERS.keys()
+    unknown = filters.keys() - {*FILTERS}
     if unknown:
         raise TxmsgError(
             f"Dead letters cannot be filtered by {', '.join(sorted(unknown))}; "
@@ -74,7 +68,7 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
         # Ids that a row can have.
         ids = [one for one in filters["ids"] if 0 < one < 2**63]
         letters = letters.filter(OneOf("pk", ids))
-    for name in ("stage", "destination", "fingerprint", "reason", "resolution"):
+    for name in COLUMNS:
         if name in filters:
             letters = letters.filter(**{name: filters[name]})
     if "since" in filters:

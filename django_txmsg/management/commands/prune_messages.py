@@ -43,7 +43,8 @@ class Command(DatabaseCommand):
                     batch_size=options["batch_size"],
                     on_batch=self._progress,
                 )
-                self._end_of_progress()
+                if self.stderr.isatty():
+                    self.stderr.write("\r\x1b[K", ending="")
                 self._say(options, f"{kind.name}: {number} deleted.")
 
     def _say(self, options: dict[str, Any], line: str) -> None:
@@ -61,7 +62,3 @@ class Command(DatabaseCommand):
         if self.stderr.isatty():
             self.stderr.write(f"\r{kind.name}: {deleted:,} deleted", ending="")
             self.stderr.flush()
-
-    def _end_of_progress(self) -> None:
-        if self.stderr.isatty():
-            self.stderr.write("\r\x1b[K", ending="")
