@@ -76,6 +76,6 @@ def prune_messages(
     """Delete settled rows past TXMSG["RETENTION"], and return the counts by kind."""
     using = database or router.db_for_write(OutboxMessage)
     return {
-        kind.name: retention.prune(kind, using, batch_size=batch_size)
+        kind.name: sum(retention.prune(kind, using, batch_size=batch_size))
         for kind in retention.kinds()
     }

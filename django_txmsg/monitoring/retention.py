@@ -52,8 +52,6 @@ SILENT_WORKERS = 1.0
 #: Rows read, and at most deleted, in one transaction.
 BATCH_SIZE = 1000
 
-OnBatch = Callable[["Kind", int], None]
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -143,28 +141,11 @@ def count(kind: Kind, using: str) -> int:
     return sum(rows.count() for rows in _doomed(kind, using, 10 * BATCH_SIZE))
 
 
-def prune(
-    kind: Kind,
-    using: str,
-    *,
-    batch_size: int = BATCH_SIZE,
-    on_batch: OnBatch | None = None,
-    stop: threading.Event | None = None,
-) -> int:
-    """Delete the settled rows of one table that are older than their retention. Returns
-    the number of deleted rows.
-
-    After each transaction, `on_batch` is called with the number of rows deleted so far.
-    When `stop` is set, pruning ends after the current transaction.
-    """
-    deleted = 0
+def prune(kind: Kind, using: str, *, batch_size: int = BATCH_SIZE) -> Iterator[int]:
+    """Delete the settled rows of one table that are older than their retention. Yields
+    the number of deleted rows after each transaction."""
     for rows in _doomed(kind, using, batch_size):
-        if stop is not None and stop.is_set():
-            break
-        deleted += _delete(rows, using)
-        if on_batch is not None:
-            on_batch(kind, deleted)
-    return deleted
+        yield _delete(rows, using)
 
 
 def _doomed(kind: Kind, using: str, size: int) -> Iterator[QuerySet[Any]]:
@@ -288,8 +269,11 @@ class Pruner:
 
     def _prune(self, using: str) -> None:
         for kind in kinds():
-            deleted = prune(
-                kind, using, stop=self._stop, on_batch=lambda *_: liveness.turned()
-            )
+            deleted = 0
+            for number in () if self._stop.is_set() else prune(kind, using):
+                deleted += number
+                liveness.turned()
+                if self._stop.is_set():
+                    break
             if deleted:
                 log.info("%s of database %r: %d deleted", kind.name, using, deleted)

@@ -37,12 +37,10 @@ class Command(DatabaseCommand):
                 number = retention.count(kind, using)
                 self.stdout.write(f"{kind.name}: {number} would be deleted.")
             else:
-                number = retention.prune(
-                    kind,
-                    using,
-                    batch_size=options["batch_size"],
-                    on_batch=self._progress,
-                )
+                number, size = 0, options["batch_size"]
+                for deleted in retention.prune(kind, using, batch_size=size):
+                    number += deleted
+                    self._progress(kind, number)
                 if self.stderr.isatty():
                     self.stderr.write("\r\x1b[K", ending="")
                 self._say(options, f"{kind.name}: {number} deleted.")
