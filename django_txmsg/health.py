@@ -73,7 +73,8 @@ class Health:
     @property
     def state(self) -> str:
         """The overall state: ok, late, degraded or stuck."""
-        words = [state_of(max(self.oldest.values()))]
+        oldest = max(self.oldest.values())
+        words = ["ok", *(name for name, least in THRESHOLDS if oldest >= least)]
         if self.ordered["held_keys"] or self.outages or self.late_ticks:
             words.append("late")
         behind = self.needs_newer_code is not None and self.needs_newer_code > DEPLOYED
@@ -188,12 +189,3 @@ def _oldest(
 
 def _seconds(age: dt.timedelta) -> float:
     return round(age.total_seconds(), 1)
-
-
-def state_of(age: dt.timedelta) -> str:
-    """Return the state for the age of the oldest due message: ok, late, degraded or
-    stuck."""
-    for name, threshold in THRESHOLDS:
-        if age >= threshold:
-            return name
-    return "ok"

@@ -169,11 +169,7 @@ class RowPageAdmin(ReadOnlyAdmin):
     noun: ClassVar[str] = ""
 
     def change_view(
-        self,
-        request: HttpRequest,
-        object_id: str,
-        form_url: str = "",
-        extra_context: dict[str, Any] | None = None,
+        self, request: HttpRequest, object_id: str, *args: Any, **options: Any
     ) -> HttpResponse:
         """Show a row's page. If the row does not exist, show a warning and the list."""
         insist(self.has_view_permission(request))
