@@ -29,11 +29,11 @@ class Alarm:
     rows in that list.
     """
 
-    tone: Tone
-    table: str
-    query: str
     what: str
-    more: str = ""
+    more: str
+    tone: Tone = "bad"
+    table: str = "worker"
+    query: str = ""
     kind: str = ""
     """One of `conf.schema.KINDS`."""
     about: str = ""
@@ -61,7 +61,6 @@ def _unreadable(status: Status) -> Iterator[Alarm]:
     for name, error in status.unreadable.items():
         first = error.partition("\n")[0]
         yield Alarm(
-            "bad", "worker", "",
             f"Database {name} does not answer", f", and is not counted here: {first}",
             about=name,
         )  # fmt: skip
@@ -70,7 +69,7 @@ def _unreadable(status: Status) -> Iterator[Alarm]:
 def _read_only(status: Status) -> Iterator[Alarm]:
     for name in status.read_only:
         yield Alarm(
-            "bad", "worker", "", f"Database {name} is read-only",
+            f"Database {name} is read-only",
             ". Nothing can be stored, sent or processed until the connection leads to a"
             " server that accepts writes. Workers cannot write their heartbeats, so"
             " they may be missing here.",
@@ -84,7 +83,7 @@ def _unconsumed_stages(status: Status) -> Iterator[Alarm]:
         return
     if not status.attendance.consumed:
         yield Alarm(
-            "bad", "worker", "", "No consumer is running.",
+            "No consumer is running.",
             " No stage is processed: start manage.py consume, or "
             "manage.py txmsg run.",
             about="consumer",
@@ -92,11 +91,10 @@ def _unconsumed_stages(status: Status) -> Iterator[Alarm]:
         return
     many = len(unattended) > 1
     yield Alarm(
-        "bad", "stagestate", "",
         f"No consumer runs {len(unattended)} stages" if many
         else f"No consumer runs stage {unattended[0]}",
         f": {_list(unattended)}." if many else ".",
-        about="consumer",
+        table="stagestate", about="consumer",
     )  # fmt: skip
 
 
@@ -105,11 +103,10 @@ def _outages(status: Status) -> Iterator[Alarm]:
     for one in status.outages:
         many = f", by {one.processes} processes" if one.processes > 1 else ""
         yield Alarm(
-            "bad" if one in late else "warn", "worker", "",
             f"{one.kind[:1].upper()}{one.kind[1:]} {one.name} cannot be used",
             f", for {duration(max(status.now - one.since, dt.timedelta()))}{many}: "
             f"{one.error}",
-            about=f"{one.kind} {one.name}",
+            tone="bad" if one in late else "warn", about=f"{one.kind} {one.name}",
         )  # fmt: skip
 
 
@@ -125,11 +122,10 @@ def _outbox(status: Status) -> Iterator[Alarm]:
     late = {name: one.waiting for name, one in status.destinations.items()}
     many = waiting.overdue != 1
     yield Alarm(
-        "bad", "outboxmessage", "?state=overdue",
         f"{capped(waiting.overdue)} message{'s' * many} in the outbox "
         f"{'are' if many else 'is'} overdue",
         f"{_since(waiting, status.now)}, to {_late(late)}. {why}",
-        about="outbox",
+        table="outboxmessage", query="?state=overdue", about="outbox",
     )  # fmt: skip
 
 
@@ -139,12 +135,11 @@ def _unrelayed(status: Status) -> Iterator[Alarm]:
             continue  # another alarm says so
         many = waiting.overdue != 1
         yield Alarm(
-            "bad", "outboxmessage", "?state=overdue",
             f"{capped(waiting.overdue)} message{'s' * many} of service {name} "
             f"wait{'s' * (not many)}, and no relay of {name} is running",
             f"{_since(waiting, status.now)}. Start one. If this service was called "
             f'{name} before, add the name to TXMSG["FORMER_SERVICES"].',
-            about=name,
+            table="outboxmessage", query="?state=overdue", about=name,
         )  # fmt: skip
 
 
@@ -161,11 +156,10 @@ def _queues(status: Status) -> Iterator[Alarm]:
     unknown = f" No stage here consumes {_list(strange)}." if strange else ""
     many = waiting.overdue != 1
     yield Alarm(
-        "bad", "outboxmessage", "#queues",
         f"{capped(waiting.overdue)} message{'s' * many} in the embedded broker "
         f"wait{'s' * (not many)} to be consumed",
         f"{_since(waiting, status.now)}, in {_late(status.queues)}.{unknown}",
-        about="queues",
+        table="outboxmessage", query="#queues", about="queues",
     )  # fmt: skip
 
 
@@ -181,11 +175,10 @@ def _redeliveries(status: Status) -> Iterator[Alarm]:
     ]
     unknown = f" No stage here is called {_list(strange)}." if strange else ""
     yield Alarm(
-        "bad", "inboxmessage", "?state=overdue",
         f"{capped(waiting.overdue)} redeliver"
         f"{'y is' if waiting.overdue == 1 else 'ies are'} overdue",
         f"{_since(waiting, status.now)}, of {_late(late)}.{unknown}",
-        about="redeliveries",
+        table="inboxmessage", query="?state=overdue", about="redeliveries",
     )  # fmt: skip
 
 
@@ -194,11 +187,10 @@ def _late_ticks(status: Status) -> Iterator[Alarm]:
         assert one.row is not None  # else it is not overdue
         last = duration(status.now - one.row.last_tick)
         yield Alarm(
-            "bad", "schedule", "",
             f"The recurring message {one.name} was not stored when it was due",
             f": its last tick was {last} ago. Only a relay in which it is declared "
             f"stores it; the relay's log says why it could not.",
-            about=one.name,
+            table="schedule", about=one.name,
         )  # fmt: skip
 
 
@@ -208,7 +200,6 @@ def _deadlines(status: Status) -> Iterator[Alarm]:
         return
     many = waiting.overdue != 1
     yield Alarm(
-        "bad", "worker", "",
         f"{capped(waiting.overdue)} deadline{'s' * many} of flows "
         f"{'have' if many else 'has'} passed, and the time-out "
         f"{'messages are' if many else 'message is'} not stored",
@@ -222,11 +213,11 @@ def _stuck(status: Status) -> Iterator[Alarm]:
     for one in [flow for flow in status.runs if flow.stuck]:
         many = one.stuck != 1
         yield Alarm(
-            "bad", "run", f"?state=undo+stuck&flow={quote(one.flow, safe='')}",
             f"{capped(one.stuck)} run{'s' * many} of flow {one.flow} "
             f"{'are' if many else 'is'} stuck at an undo",
             f", of {capped(one.undoing)} that are undoing their work. Redeliver its "
             f"dead letter; or undo it by hand, and discard the dead letter.",
+            table="run", query=f"?state=undo+stuck&flow={quote(one.flow, safe='')}",
             about=one.flow,
         )  # fmt: skip
 
@@ -241,12 +232,11 @@ def _left_behind(status: Status) -> Iterator[Alarm]:
             continue
         many = newer.count != 1
         yield Alarm(
-            "bad", "inboxmessage", "?state=newer",
             f"{capped(newer.count)} message{'s' * many} of stage {place.label} "
             f"need{'s' * (not many)} newer code",
             f": {newer.type} version {newer.version}, for {duration(age)}. Deploy it; "
             f"or, after a roll-back, bury these messages.",
-            about=place.label,
+            table="inboxmessage", query="?state=newer", about=place.label,
         )  # fmt: skip
 
 
@@ -256,12 +246,11 @@ def _full(status: Status) -> Iterator[Alarm]:
             continue
         since = duration(status.now - place.full_since)
         yield Alarm(
-            "bad", "inboxmessage", "?state=blocked",
             f"Stage {place.label} receives nothing",
             f" since {since}: {capped(place.line.count)} messages wait there for the "
             f"ones before them, of {at_least(place.line)}. Resolve the blocked keys, "
             f'or raise TXMSG["ORDER_MAX_WAITING"] or ["ORDER_MAX_BYTES"].',
-            about=place.label,
+            table="inboxmessage", query="?state=blocked", about=place.label,
         )  # fmt: skip
 
 
@@ -270,11 +259,11 @@ def _held_keys(status: Status) -> Iterator[Alarm]:
         many = one.count != 1
         since = duration(status.now - one.since)
         yield Alarm(
-            "bad", "inboxmessage", "?state=blocked",
             f"{capped(one.count)} message{'s' * many} of key {one.key} "
             f"wait{'s' * (not many)} at stage {one.stage}",
             f" for {one.waits_for}, {one.why}, since {since}. To let the key go on "
             "without it: manage.py order let_go.",
+            table="inboxmessage", query="?state=blocked",
             about=f"{one.stage} {one.key}",
         )  # fmt: skip
 
@@ -283,7 +272,6 @@ def _lost(status: Status) -> Iterator[Alarm]:
     for one in status.attendance.lost:
         ago = duration(status.now - one.heartbeat_at)
         yield Alarm(
-            "bad", "worker", "",
             f"The {one.kind} on {one.host} (process {one.pid}) is silent",
             f": its last heartbeat was {ago} ago.",
             about=one.name,
@@ -297,8 +285,8 @@ def _dead(status: Status) -> Iterator[Alarm]:
     oldest = status.oldest_dead
     since = f", the oldest {duration(status.now - oldest)} ago" if oldest else ""
     yield Alarm(
-        "bad", "deadletter", "",
         f"{status.dead:,} dead letter{'s' * many}", f"{since}{_in(status)}.",
+        table="deadletter",
     )  # fmt: skip
 
 
@@ -317,10 +305,10 @@ def _in(status: Status) -> str:
 def _no_relay(status: Status) -> Iterator[Alarm]:
     if not status.attendance.relayed and not status.outbox.overdue:
         yield Alarm(
-            "warn", "worker", "", "No relay is running.",
+            "No relay is running.",
             " Messages are sent right after their commit; failed ones are not retried: "
             "start manage.py relay, or manage.py txmsg run.",
-            about="relay",
+            tone="warn", about="relay",
         )  # fmt: skip
 
 
@@ -329,11 +317,11 @@ def _unconsumed(status: Status) -> Iterator[Alarm]:
         if any(one.name == name and one.overdue for one in status.queues.values()):
             continue  # another alarm says so, in more detail
         yield Alarm(
-            "warn", "outboxmessage", f"?destination={quote(name, safe='')}",
             f"No stage here consumes {name}",
             f", to which messages go. Was {meant} meant?" if meant else ", and "
             'TXMSG["KNOWN_DESTINATIONS"] names no other consumer.',
-            about=name,
+            tone="warn", table="outboxmessage",
+            query=f"?destination={quote(name, safe='')}", about=name,
         )  # fmt: skip
 
 
@@ -341,9 +329,9 @@ def _paused(status: Status) -> Iterator[Alarm]:
     for place in sorted(status.stages.values(), key=lambda one: one.name):
         if place.paused_at is not None:
             yield Alarm(
-                "warn", "stagestate", "", f"Stage {place.label} is paused.",
+                f"Stage {place.label} is paused.",
                 _who(place, status.now - place.paused_at),
-                about=place.label,
+                tone="warn", table="stagestate", about=place.label,
             )  # fmt: skip
 
 
@@ -351,11 +339,11 @@ def _abandoned(status: Status) -> Iterator[Alarm]:
     for one in [each for each in status.subscriptions if each.abandoned]:
         waiting = status.queues.get(one.queue, Waiting())
         yield Alarm(
-            "warn", "outboxmessage", "#queues",
             f"No stage here has the subscription {one.subscriber} any more",
             f": it keeps a copy of each message to {one.topic}, "
             f"{capped(waiting.count)} so far. If the stage is gone for good: manage.py "
             f"subscriptions remove {one.topic} {one.subscriber}.",
+            tone="warn", table="outboxmessage", query="#queues",
             about=f"{one.topic} {one.subscriber}",
         )  # fmt: skip
 
@@ -368,8 +356,9 @@ def _limited(found: list[Alarm], more: str) -> list[Alarm]:
         return found
     first = found[0]
     query = "" if any(one.query != first.query for one in found) else first.query
-    rest = Alarm(first.tone, first.table, query, f"{left} more {more}", ".")
-    return [*found[:LINES], replace(rest, about="more")]
+    what = f"{left} more {more}"
+    rest = replace(first, what=what, more=".", query=query, about="more")
+    return [*found[:LINES], rest]
 
 
 def _who(place: Place, age: dt.timedelta) -> str:
