@@ -20,13 +20,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
+
+from django.db import router
 
 from ... import conf
+from ...models import Worker
 from ...models.fields import clock
 from ...models.monitoring import PERIOD
 from ...monitoring import periods
 from ...monitoring.presence import Presence
+from ...relaying.relay import Relay
 from ...runtime import database_health, liveness
 from ...runtime.connections import LARGE, recycle
 from ...runtime.thread_group import ThreadGroup
@@ -39,16 +43,6 @@ PATIENCE = 15.0
 #: system's again as soon as it is freed.
 M_MMAP_THRESHOLD = -3
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class Busy(Protocol):
-    """The interface of an object that counts its messages in progress, and that can be
-    stopped."""
-
-    @property
-    def in_flight(self) -> int: ...
-
-    def stop(self) -> None: ...
 
 
 @contextmanager
@@ -153,12 +147,13 @@ def return_memory() -> None:
 
 @contextmanager
 def heartbeat(
-    presence: Presence, busy: Busy, databases: Sequence[str] = ()
+    relay: Relay, stop: Callable[[], None], *databases: str
 ) -> Iterator[None]:
-    """Send heartbeats while the block runs. Also aggregate the counts in `databases`
-    for the admin's charts. Each database has its own thread, so that a database that
-    does not answer does not delay the others. If one of these threads fails, the
-    process stops, and the error is raised."""
+    """Send heartbeats of a relay's process while the block runs. Also aggregate the
+    counts in `databases` for the admin's charts. Each database has its own thread, so
+    that a database that does not answer does not delay the others. If one of these
+    threads fails, `stop` is called, and the error is raised."""
+    presence = Presence("relay", router.db_for_write(Worker))
     done = threading.Event()
 
     def count(using: str) -> None:
@@ -174,14 +169,14 @@ def heartbeat(
 
     def beat() -> None:
         while True:
-            presence.beat(busy.in_flight)
+            presence.beat(relay.in_flight)
             recycle()
             liveness.turned(conf.get().CONSUME.HEARTBEAT)
             if done.wait(conf.get().CONSUME.HEARTBEAT):
                 break
         presence.leave()
 
-    group = ThreadGroup(busy.stop)
+    group = ThreadGroup(stop)
     group.add("txmsg-heartbeat", beat)
     for using in databases:
         group.add(f"txmsg-charts-{using}", partial(count, using))

@@ -21,16 +21,13 @@ from django.apps import apps
 from django.core.management.base import BaseCommand, CommandError
 from django.core.management.color import Style
 from django.db import Error as AnyDatabaseError
-from django.db import router
 
 from ... import conf, signals
 from ...consuming.consumer import Consumer
 from ...errors import ConfigurationError, TxmsgError
 from ...flows.deadlines import Deadlines
-from ...models import Worker
 from ...monitoring.alerting import Alerting
 from ...monitoring.databases import with_tables
-from ...monitoring.presence import Presence
 from ...monitoring.retention import Pruner
 from ...relaying.relay import Relay
 from ...runtime.thread_group import ThreadGroup
@@ -265,11 +262,6 @@ class Service:
         self.consumer.run()
         self.stop()  # it may have reached its recycle limits
 
-    @property
-    def in_flight(self) -> int:
-        """The number of messages that the relay has claimed and not settled."""
-        return self.relay.in_flight
-
     def stop(self) -> None:
         """Make `run()` finish the messages in progress and return. Callable from any
         thread or signal handler."""
@@ -323,8 +315,7 @@ class Command(BaseCommand):
                 lines = Lines(self._line, self.style, consumed)
                 stack.enter_context(lines.printing())
             stack.enter_context(working(service.stop, options, self.stderr))
-            presence = Presence("relay", router.db_for_write(Worker))
-            stack.enter_context(heartbeat(presence, service))
+            stack.enter_context(heartbeat(service.relay, service.stop))
             try:
                 service.run()
             except (TxmsgError, AnyDatabaseError) as error:

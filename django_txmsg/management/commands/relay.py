@@ -8,15 +8,12 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as AnyDatabaseError
-from django.db import router
 
 from ... import conf
 from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
-from ...models import Worker
 from ...monitoring.alerting import Alerting
 from ...monitoring.databases import left_out, with_tables
-from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time, ticked
 from ...scheduling.timekeeper import Timekeeper
@@ -59,9 +56,8 @@ class Command(BaseCommand):
         require_tables(*databases, waits=True)
         supervise(options, self.stderr)
         relay = Relay(databases, brokers, batch_size=options["batch_size"])
-        presence = Presence("relay", router.db_for_write(Worker))
         time_loops = [Timekeeper(databases), Deadlines(databases)]
-        beating = heartbeat(presence, relay, databases)
+        beating = heartbeat(relay, relay.stop, *databases)
         with ExitStack() as stack:
             stack.enter_context(working(relay.stop, options, self.stderr))
             stack.enter_context(beating)
