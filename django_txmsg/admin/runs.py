@@ -8,12 +8,11 @@ from urllib.parse import urlencode
 
 from django.contrib import admin, messages
 from django.db import router
-from django.db.models import Max, Min, Q, QuerySet
+from django.db.models import Max, Min, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.utils.safestring import SafeString
 
-from .. import wire
 from ..consuming import bulk_thread
 from ..dead_letters import masking
 from ..dead_letters.selection import Changed, Shown
@@ -41,10 +40,7 @@ class RunStateFilter(StateFilter):
 
     uncounted = frozenset({"overdue", "answered", "failed", "handed over"})
 
-    @staticmethod
-    def conditions() -> dict[str, Q]:
-        """Return the query condition of each state, by the state's name."""
-        return runs.states()
+    conditions = staticmethod(runs.states)
 
 
 class FlowFilter(CountingFilter):
@@ -219,8 +215,10 @@ class RunAdmin(RowPageAdmin):
             "declared": declared,
             "states": states,
             "sees_messages": sees_messages(request),
-            "state": _masked(run, run.state) if states else "",
-            "answer": _masked(run, run.answer) if states and run.ended_at else "",
+            "state": pretty(masking.of_run(run.flow, run.state)) if states else "",
+            "answer": pretty(masking.of_run(run.flow, run.answer))
+            if states and run.ended_at
+            else "",
             "sequence": sequence(
                 run, signals=declared.signals if declared else (), states=states
             ),
@@ -273,7 +271,3 @@ def waits(run: Run) -> str:
     if run.ended_at is not None:
         return "-"
     return " of ".join(filter(None, (str(run.get_waits_for_display()), run.asked)))
-
-
-def _masked(run: Run, text: str) -> str:
-    return pretty(masking.shown(run.flow, {}, text.encode(), wire.JSON)[1])

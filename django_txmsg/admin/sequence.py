@@ -92,12 +92,12 @@ def sequence(run: Run, *, signals: Collection[str], states: bool) -> Sequence:
     types = {
         one.message_id: one.headers.get(wire.TYPE, "") for one in sent.defer("body")
     }
-    state: Any = _state(run.flow, before[0]) if before and states else {}
+    state: Any = masking.of_run(run.flow, before[0].state) if before and states else {}
     waits, y, boxes = before[0].then if before else "", ARROW, list[Box]()
     for step in steps:
         lines: list[tuple[str, str]] = []
         if states:
-            after = _state(run.flow, step)
+            after = masking.of_run(run.flow, step.state)
             lines, state = difference(state, after), after
         box = Box(
             y + ARROW, step.step, step.created_at, step.message_id, step.left, lines
@@ -132,10 +132,6 @@ def difference(before: Any, after: Any) -> list[tuple[str, str]]:
 
 def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _state(flow: str, step: FlowStep) -> Any:
-    return masking.shown(flow, {}, step.state.encode(), wire.JSON)[1]
 
 
 def _came(

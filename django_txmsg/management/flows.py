@@ -11,7 +11,6 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 from django.db import models, transaction
 
-from .. import wire
 from ..dead_letters import masking
 from ..errors import TxmsgError
 from ..flows import acts
@@ -88,7 +87,7 @@ class Command(BaseCommand):
             undos = FlowUndo.objects.using(using).filter(run=run).order_by("number")
             if as_json:
                 facts = _facts(run) | {
-                    "state": _masked(run, run.state),
+                    "state": masking.of_run(run.flow, run.state),
                     "steps": [_of_step(run, one) for one in steps],
                     "undos": [values(one, *_UNDO) for one in undos],
                 }
@@ -100,7 +99,7 @@ class Command(BaseCommand):
                 self.stdout.write(
                     f"  {step.pk}  {local(step.created_at)}  {step.step}, then "
                     f"{printable(step.then) or 'as before'}: "
-                    f"{json.dumps(_masked(run, step.state))}{left}"
+                    f"{json.dumps(masking.of_run(run.flow, step.state))}{left}"
                 )
             for undo in undos:
                 done = undo.confirmed_at
@@ -159,16 +158,14 @@ def _facts(run: Run) -> dict[str, Any]:
         "run_id", "flow", "key", "step", "waits_for", "asked", "since", "due_at",
         "failing", "outcome", "ended_at",
     )  # fmt: skip
-    answer = _masked(run, run.answer) if run.answer and run.ended_at else None
+    answer = (
+        masking.of_run(run.flow, run.answer) if run.answer and run.ended_at else None
+    )
     return values(run, *names) | {"answer": answer}
 
 
-def _masked(run: Run, text: str) -> Any:
-    return masking.shown(run.flow, {}, text.encode(), wire.JSON)[1]
-
-
 def _of_step(run: Run, step: FlowStep) -> dict[str, Any]:
-    at, state = step.created_at.isoformat(), _masked(run, step.state)
+    at, state = step.created_at.isoformat(), masking.of_run(run.flow, step.state)
     facts = values(step, "id", "step", "message_id", "then", "left")
     return facts | {"at": at, "state": state}
 
