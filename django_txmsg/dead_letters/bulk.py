@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -230,7 +231,7 @@ def running(using: str) -> bool:
 def finish(
     operation: BulkOperation,
     *,
-    patience: float | None = None,
+    patience: float = math.inf,
     on_batch: Callable[[BulkOperation], None] | None = None,
 ) -> BulkOperation:
     """Execute one operation until it ends, is paused, or `patience` seconds have
@@ -239,15 +240,13 @@ def finish(
     Returns the operation in its present state.
     """
     using = operation._state.db or "default"
-    deadline = None if patience is None else time.monotonic() + patience
+    deadline = time.monotonic() + patience
     while True:
         handled = work_batch(using, only=operation.pk)
         operation.refresh_from_db(using=using)
         if on_batch is not None:
             on_batch(operation)
-        if operation.state != BulkState.RUNNING:
-            break
-        if deadline is not None and time.monotonic() > deadline:
+        if operation.state != BulkState.RUNNING or time.monotonic() > deadline:
             break
         if handled is None:
             threading.Event().wait(
