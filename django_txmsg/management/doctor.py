@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -35,6 +35,7 @@ from ..extras import install
 from ..models import OutboxMessage, Worker
 from ..models.fields import clock
 from ..monitoring import attendance
+from ..monitoring.alarms import listed
 from ..monitoring.databases import with_tables
 from ..relaying.listener import alias_of, receives_notifications
 from ..sending.outbox import send_message
@@ -323,18 +324,12 @@ def _workers(home: str) -> Iterator[Examined]:
         yield Examined("relay", WARNING, text, start)
     alone = present.unattended([stage.name for stage in all_stages()])
     if alone:
-        names = _some(alone)
-        yield Examined("stages", WARNING, f"no worker runs {names}", start)
+        text = f"no worker runs {listed(alone, 5)}"
+        yield Examined("stages", WARNING, text, start)
     elif all_stages():
         yield Examined("stages", GOOD, "each has a worker")
     else:
         yield Examined("stages", GOOD, "none is declared")
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
-    return ", ".join(listed[:5]) + more
 
 
 def _one_line(error: BaseException) -> str:

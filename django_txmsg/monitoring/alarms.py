@@ -93,7 +93,7 @@ def _unconsumed_stages(status: Status) -> Iterator[Alarm]:
     yield Alarm(
         f"No consumer runs {len(unattended)} stages" if many
         else f"No consumer runs stage {unattended[0]}",
-        f": {_list(unattended)}." if many else ".",
+        f": {listed(unattended)}." if many else ".",
         table="stagestate", about="consumer",
     )  # fmt: skip
 
@@ -153,7 +153,7 @@ def _queues(status: Status) -> Iterator[Alarm]:
         for label, one in status.queues.items()
         if one.overdue and one.name not in consumed and not wire.is_control(one.name)
     ]
-    unknown = f" No stage here consumes {_list(strange)}." if strange else ""
+    unknown = f" No stage here consumes {listed(strange)}." if strange else ""
     many = waiting.overdue != 1
     yield Alarm(
         f"{capped(waiting.overdue)} message{'s' * many} in the embedded broker "
@@ -173,7 +173,7 @@ def _redeliveries(status: Status) -> Iterator[Alarm]:
         for label, one in status.stages.items()
         if one.waiting.overdue and not one.known and not one.workers
     ]
-    unknown = f" No stage here is called {_list(strange)}." if strange else ""
+    unknown = f" No stage here is called {listed(strange)}." if strange else ""
     yield Alarm(
         f"{capped(waiting.overdue)} redeliver"
         f"{'y is' if waiting.overdue == 1 else 'ies are'} overdue",
@@ -381,12 +381,13 @@ def _late(places: Mapping[str, Waiting]) -> str:
         ((one.overdue, name) for name, one in places.items() if one.overdue),
         key=lambda pair: (-pair[0], pair[1]),
     )
-    return _list([f"{name} ({capped(number)})" for number, name in late])
+    return listed([f"{name} ({capped(number)})" for number, name in late])
 
 
-def _list(names: list[str]) -> str:
-    shown = ", ".join(names[:NAMED])
-    more = len(names) - NAMED
+def listed(names: list[str], most: int = NAMED) -> str:
+    """Return the first names as text, and the number of the others."""
+    shown = ", ".join(names[:most])
+    more = len(names) - most
     return f"{shown} and {more} more" if more > 0 else shown
 
 

@@ -200,7 +200,8 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
                 lambda: supervisor.ready,
                 folder,
             )
-            _announce(stack.enter_context(server.answering()), stderr)
+            address = stack.enter_context(server.answering())
+            say(stderr, f"Answering at {address}.")
         code = supervisor.run()
     sys.exit(code)
 
@@ -231,7 +232,8 @@ def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
                 server = HttpServer(
                     options["http"], alive, lambda: liveness.state().ready
                 )
-                _announce(stack.enter_context(server.answering()), stderr)
+                address = stack.enter_context(server.answering())
+                say(stderr, f"Answering at {address}.")
         yield
 
 
@@ -261,7 +263,3 @@ def _state_written(*, needed: bool) -> Iterator[None]:
                 "%s `manage.py txmsg alive` will not find this process.", refusal
             )
         yield
-
-
-def _announce(address: str, stderr: Any) -> None:
-    say(stderr, f"Answering at {address}.")
