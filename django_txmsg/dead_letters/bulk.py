@@ -312,7 +312,7 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
         )  # fmt: skip
         return 0
     tally = Tally()
-    _do(operation, batch, tally, using)
+    _doing(operation.kind)(operation, batch, tally, using)
     remembered = dict(operation.skipped_why)
     for pk, why in list(tally.skipped.items())[: REMEMBERED - len(remembered)]:
         remembered[str(pk)] = why
@@ -367,18 +367,13 @@ _NEEDED = (
 )  # fmt: skip
 
 
-def _do(operation: BulkOperation, batch: list[Any], tally: Tally, using: str) -> None:
-    by, pk = operation.by, operation.pk
-    if operation.kind in _PROVIDED:
-        _PROVIDED[operation.kind][1](operation, batch, tally, using)
-    elif operation.kind == BulkKind.REDELIVER:
-        resolution.redeliver(
-            batch, tally, using=using, by=by, force=operation.force, operation=pk
-        )
-    elif operation.kind == BulkKind.DISCARD:
-        resolution.discard(batch, tally, using=using, by=by)
-    else:
-        resolution.restore(batch, tally, using=using)
+def _doing(kind: str) -> Do:
+    """Return the function that handles a batch of an operation of this kind."""
+    if kind in _PROVIDED:
+        return _PROVIDED[kind][1]
+    if kind == BulkKind.REDELIVER:
+        return resolution.redeliver
+    return resolution.discard if kind == BulkKind.DISCARD else resolution.restore
 
 
 def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:

@@ -18,7 +18,7 @@ from .. import conf, wire
 from ..envelope import serializers
 from ..envelope.message import check_headers, new_id
 from ..errors import InvalidMessage, TxmsgError
-from ..models import DeadLetter, InboxMessage, StopRequest, Worker
+from ..models import BulkOperation, DeadLetter, InboxMessage, StopRequest, Worker
 from ..models.dead_letter import Resolution
 from ..models.fields import clock
 from ..models.outbox_store import NewMessage
@@ -37,16 +37,11 @@ class Tally:
 
 
 def redeliver(
-    batch: list[DeadLetter],
-    tally: Tally,
-    *,
-    using: str,
-    by: str = "",
-    force: bool = False,
-    operation: int | None = None,
+    operation: BulkOperation, batch: list[DeadLetter], tally: Tally, using: str
 ) -> None:
-    """Redeliver open dead letters that the caller's transaction has locked. `operation`
-    is the id of the bulk operation that does this.
+    """Redeliver open dead letters that the caller's transaction has locked.
+    `operation` is the bulk operation that does this. With its `force`, messages that a
+    stage has processed are redelivered too.
 
     A stage's dead letter is parked in the stage's inbox again, and is due immediately.
     So only that stage gets the message, and no broker is needed. But if the stage does
@@ -54,7 +49,7 @@ def redeliver(
     in the outbox instead, and its inbox row is deleted. A relay's dead letter is always
     stored in the outbox.
     """
-    inbox = InboxMessage.objects.using(using)
+    inbox, force = InboxMessage.objects.using(using), operation.force
     known = _known(batch, using)
     here = _stages_here(using, batch)
     parked, sent, gone, ended = [], [], [], []
@@ -95,7 +90,7 @@ def redeliver(
         requests = StopRequest.objects.using(using)
         requests.filter(message_id__in={one.message_id for one in again}).delete()
         tally.done += _resolve(
-            again, using, Resolution.REDELIVERED, by, operation=operation
+            again, using, Resolution.REDELIVERED, operation.by, operation=operation.pk
         )
 
 
@@ -157,10 +152,12 @@ def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
     return here | (served - declared.keys())
 
 
-def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
+def discard(
+    operation: BulkOperation, batch: list[DeadLetter], tally: Tally, using: str
+) -> None:
     """Discard open dead letters that the caller's transaction has locked. An undo in
     doubt that is discarded counts as done: its flow continues."""
-    tally.done += _resolve(batch, using, Resolution.DISCARDED, by)
+    tally.done += _resolve(batch, using, Resolution.DISCARDED, operation.by)
     for one in batch:
         if one.reason == undoing.IN_DOUBT:
             undoing.confirm(one, _undone_by(one), using)
@@ -180,7 +177,9 @@ def _undone_by(undo: DeadLetter) -> list[str]:
     return []
 
 
-def restore(batch: list[DeadLetter], tally: Tally, *, using: str) -> None:
+def restore(
+    operation: BulkOperation, batch: list[DeadLetter], tally: Tally, using: str
+) -> None:
     """Reopen discarded dead letters that the caller's transaction has locked. Skips
     revoked messages, because no stage processes them any more."""
     known, kept, now = _known(batch, using), [], clock(using)

@@ -38,7 +38,7 @@ from django_txmsg.errors import (
     InvalidMessage,
     TransactionRequired,
 )
-from django_txmsg.models import DeadLetter, OutboxMessage
+from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage
 from django_txmsg.monitoring import status
 from django_txmsg.testing import drain, outbox_messages
 from tests.app.models import Effect
@@ -632,7 +632,8 @@ def test_a_refused_task_is_a_dead_letter_that_leaves_again_as_it_was() -> None:
     assert letter.destination == "tests.celery_shop.step"
 
     with transaction.atomic():
-        resolution.redeliver([letter], resolution.Tally(), using="default")
+        tally = resolution.Tally()
+        resolution.redeliver(BulkOperation(), [letter], tally, "default")
 
     row = OutboxMessage.objects.get(dead_at=None)
     again = Publication.read(row.headers["celery"], bytes(row.body), row.content_type)

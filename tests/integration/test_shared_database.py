@@ -17,7 +17,7 @@ from django.utils import timezone
 
 from django_txmsg.dead_letters import burial, resolution
 from django_txmsg.errors import DispatchRejected
-from django_txmsg.models import DeadLetter, OutboxMessage
+from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage
 from django_txmsg.models.dead_letter import Resolution
 from django_txmsg.monitoring import alarms, status
 from django_txmsg.sending.outbox import send_message
@@ -205,7 +205,7 @@ def test_a_redelivered_letter_of_the_relay_goes_to_the_service_that_stored_it() 
     assert letter.headers["txmsg-service"] == "shop"
     with service("billing"), transaction.atomic():
         tally = resolution.Tally()
-        resolution.redeliver([letter], tally, using="default")
+        resolution.redeliver(BulkOperation(), [letter], tally, "default")
     assert tally.done == 1
     again = OutboxMessage.objects.get(dispatched_at=None, dead_at=None)
     assert again.service == "shop"

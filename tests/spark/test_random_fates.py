@@ -31,7 +31,7 @@ from django_txmsg.dead_letters.resolution import Tally
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import Redeliver, Refuse
 from django_txmsg.management.commands.pipeline import source_spec
-from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
@@ -235,7 +235,7 @@ def dies(services: Services) -> Message:
 def is_discarded(services: Services) -> None:
     message = dies(services)
     with orders():
-        resolution.discard(services.letter(message), Tally(), using="other")
+        resolution.discard(BulkOperation(), services.letter(message), Tally(), "other")
     services.expect(message, "discarded")
 
 
@@ -252,7 +252,9 @@ def is_replaced(services: Services) -> None:
 def is_redelivered_and_dies_again(services: Services) -> None:
     message = dies(services)
     with orders(), transaction.atomic(using="other"):
-        resolution.redeliver(services.letter(message), Tally(), using="other")
+        resolution.redeliver(
+            BulkOperation(), services.letter(message), Tally(), "other"
+        )
     services.consume()
 
 
@@ -261,7 +263,9 @@ def is_redelivered_and_processed(services: Services) -> None:
     services.relay()
     services.consume()
     with orders(), transaction.atomic(using="other"):
-        resolution.redeliver(services.letter(message), Tally(), using="other")
+        resolution.redeliver(
+            BulkOperation(), services.letter(message), Tally(), "other"
+        )
     services.consume()
     services.expect(message, "ok")
 
