@@ -35,7 +35,8 @@ def test_stages_declared_and_left_behind_are_shown(
     response = viewer.get(URL)
 
     rows = {
-        place.name: (place, one, n) for place, one, _, n, _ in response.context["rows"]
+        place.name: (place, one, place.workers)
+        for place, one, _ in response.context["rows"]
     }
     place, found, workers = rows[declared]
     assert (place.waiting.count, place.dead, workers) == (1, 1, 1)
