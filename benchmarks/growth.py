@@ -211,7 +211,7 @@ def prune() -> int:
     from django_txmsg.monitoring import retention
 
     kinds = [kind for kind in retention.kinds() if kind.logged]
-    return sum(retention.prune(kind, "default") for kind in kinds)
+    return sum(sum(retention.prune(kind, "default")) for kind in kinds)
 
 
 def vacuum_all() -> None:
