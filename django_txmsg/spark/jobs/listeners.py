@@ -12,6 +12,7 @@ import datetime as dt
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 from pyspark.sql import DataFrame
 
@@ -63,13 +64,16 @@ class Listener:
 
 @dataclass(frozen=True)
 class Listeners:
-    """The listeners of all topics. New and retired ones are also listed separately."""
+    """The listeners of all topics, sorted. New ones are also listed separately."""
 
     expected: list[Listener]
     fresh: list[Listener]
     """To be noted in the lake."""
-    retired: list[Listener]
-    """Those that once received, and are expected no more."""
+
+    @property
+    def retired(self) -> list[Listener]:
+        """Those that once received, and are expected no more."""
+        return [one for one in self.expected if one.until is not None]
 
 
 def read_places(steps: DataFrame) -> list[Place]:
@@ -158,14 +162,8 @@ def listeners(
             continue
         since = now
         if _service(pair) not in noted:
-            before = [
-                until
-                for one in gone
-                if _same(one, pair)
-                for until in intervals[one].values()
-                if until is not None
-            ]
-            since = max(before, default=EVER)
+            before = [intervals[one].values() for one in gone if _same(one, pair)]
+            since = max(filter(None, chain(*before)), default=EVER)
         ends[since] = None
         fresh.append(Listener(*pair, since))
     for pair, (first, _) in received.items():
@@ -175,14 +173,10 @@ def listeners(
             ends[first] = ends.pop(earliest)
     expected = [
         Listener(*pair, since, until)
-        for pair, ends in intervals.items()
+        for pair, ends in sorted(intervals.items())
         for since, until in _apart(ends)
     ]
-    return Listeners(
-        sorted(expected, key=_known_by),
-        fresh,
-        [one for one in sorted(expected, key=_known_by) if one.until is not None],
-    )
+    return Listeners(expected, fresh)
 
 
 def known_listeners(rows: Iterable[Listener]) -> list[Listener]:
@@ -276,9 +270,9 @@ def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
         results = run.results(spec.lake_spec(), spec.service().service)
         results.save_rows("subscriptions", EXPECTED, list(map(asdict, ended)))
     run.rows = len(ended)
-    would = "would be " if given.dry_run else "is "
+    would = "would be" if given.dry_run else "is"
     lines = [
-        f"{consumer} {would}expected to receive {_interval(one)}." for one in ended
+        f"{consumer} {would} expected to receive {_interval(one)}." for one in ended
     ]
     return Outcome(lines or [f"{consumer} is retired already."])
 

@@ -11,17 +11,18 @@ import datetime as dt
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 
 from ..batchlog import is_mounted
 from ..databases import open_database
 from ..errors import UsageError, spoilt
 from ..lake import Lake
-from ..lakefile import PARTITIONS
 from ..runs import Run
 from ..schemas import TABLES, Table, arrow_schema
 from ..spec import JobSpec, SourceSpec
@@ -113,11 +114,7 @@ def _live(source: SourceSpec, table: Table, term: str) -> Iterator[dict[str, Any
     database = open_database(source.resolved())
     columns = [one for one in table.columns if one.name not in _HEAVY]
     text = "'" + term.replace("'", "''") + "'"
-    conditions = [
-        f"t.{name} = {text}"
-        for name in _KEYS[1:]
-        if any(one.name == name for one in columns)
-    ]
+    conditions = [f"{one.sql} = {text}" for one in columns if one.name in _KEYS[1:]]
     with suppress(ValueError):
         own = table.column("message_id").sql
         conditions.append(f"{own} = {database.uuid(term)}")
@@ -128,30 +125,22 @@ def _live(source: SourceSpec, table: Table, term: str) -> Iterator[dict[str, Any
 
 
 def _archived(lake: Lake, table: Table, term: str) -> Iterator[dict[str, Any]]:
-    struct = table.lake_struct()
-    place = lake.table(table.name, struct)
-    if (delta := place.load()) is None:
-        return
-    schema = arrow_schema(struct)
-    for name in PARTITIONS:
-        schema = schema.remove(schema.get_field_index(name))
+    place = lake.table(table.name, table.lake_struct())
+    schema = arrow_schema(place.struct)
+    columns = [name for name in schema.names if name not in _HEAVY]
     with suppress(ValueError):
         term = str(uuid.UUID(term))
-    wanted = [pc.field(name) == term for name in _KEYS if name in schema.names]
-    condition = wanted[0]
-    for one in wanted[1:]:
-        condition = condition | one
-    verified = ds.ParquetFragmentScanOptions(page_checksum_verification=True)
-    form = ds.ParquetFileFormat(default_fragment_scan_options=verified)
-    columns = [name for name in schema.names if name not in _HEAVY]
-    for named in place.named(delta):
+    condition = reduce(or_, [pc.field(one) == term for one in _KEYS if one in columns])
+    for named in place.named():
         path = f"{place.root}/{named.path}"
         try:
-            file = ds.dataset(path, schema, format=form, filesystem=place.files)
-            rows = file.to_table(columns, filter=condition).to_pylist()
+            rows = pq.read_table(
+                path, columns=columns, schema=schema, filesystem=place.files,
+                partitioning=None, filters=condition, page_checksum_verification=True,
+            )  # fmt: skip
         except (OSError, pa.ArrowException) as error:
             raise spoilt(path, error) from error
-        for row in rows:
+        for row in rows.to_pylist():
             yield row | {"service": named.service}
 
 

@@ -119,8 +119,7 @@ def run_sweep(
 ) -> dict[str, Swept]:
     """Sweep a service's part of each table in the lake, including the tables of
     results."""
-    lake_spec = spec.lake_spec()
-    lake = Lake(lake_spec)
+    lake = Lake(spec.lake_spec())
     service = spec.service()
     swept: dict[str, Swept] = {}
     bar = bar or Progress.silent()

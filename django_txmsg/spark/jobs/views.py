@@ -113,31 +113,6 @@ _SAME = """f.message_id = i.message_id AND f.destination = i.destination
 """
 
 
-def database_views() -> dict[str, str]:
-    """Return the views for a service's database. They work on PostgreSQL and SQLite."""
-    return {
-        "txmsg_messages": _LIVE.format(
-            cancelled=outbox.CANCELLED.sql("o"),
-            dead=outbox.DEAD.sql("o"),
-            dispatched=outbox.DISPATCHED.sql("o"),
-            outbox=OUTBOX.relation,
-            inbox=INBOX.relation,
-            same=_SAME.strip(),
-        )
-    }
-
-
-def lake_views() -> dict[str, str]:
-    """Return the views for the lake. They read its tables under names such as
-    `txmsg_lake_verdicts`."""
-    names = {one: f"txmsg_lake_{one}" for one in _READ}
-    return {
-        "txmsg_findings": _FINDINGS.format(**names),
-        "txmsg_counts": _COUNTS.format(**names),
-        "txmsg_messages": _MESSAGES.format(**names, findings="txmsg_findings"),
-    }
-
-
 def spark_tables(lake: LakeSpec) -> list[str]:
     """Return the statements that make the lake's tables available in a Spark session.
     They contain no secret options of the object store: these come from the
@@ -158,20 +133,31 @@ def views_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
     """Return a summary with the statements that create the views. Raises UsageError if
     no lake is specified."""
     if given.of == "database":
+        # It works on PostgreSQL and SQLite.
+        query = _LIVE.format(
+            cancelled=outbox.CANCELLED.sql("o"),
+            dead=outbox.DEAD.sql("o"),
+            dispatched=outbox.DISPATCHED.sql("o"),
+            outbox=OUTBOX.relation,
+            inbox=INBOX.relation,
+            same=_SAME.strip(),
+        )
         said = [
-            statement
-            for name, query in database_views().items()
-            for statement in (
-                f"DROP VIEW IF EXISTS {name}",
-                f"CREATE VIEW {name} AS{query.rstrip()}",
-            )
+            "DROP VIEW IF EXISTS txmsg_messages",
+            f"CREATE VIEW txmsg_messages AS{query.rstrip()}",
         ]
     else:
         # Other tools than Spark name the lake's tables by means of their own.
         said = spark_tables(spec.lake_spec()) if given.of == "lake" else []
+        names = {one: f"txmsg_lake_{one}" for one in _READ}
         said += [
-            f"CREATE OR REPLACE TEMPORARY VIEW {name} AS{query.rstrip()}"
-            for name, query in lake_views().items()
+            f"CREATE OR REPLACE TEMPORARY VIEW txmsg_{name} AS"
+            + query.format(**names, findings="txmsg_findings").rstrip()
+            for name, query in (
+                ("findings", _FINDINGS),
+                ("counts", _COUNTS),
+                ("messages", _MESSAGES),
+            )
         ]
     run.rows = len(said)
     return Outcome([f"{one};" for one in said], {"statements": said})
