@@ -40,8 +40,11 @@ def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
 def known_findings(log: WholeLog) -> DataFrame:
     """Return KNOWN rows: the findings of earlier runs, with operators' notes."""
     names = KNOWN.fieldNames()
-    kept = kept_by(log, "verdicts", CHANGE).withColumn(
-        "acknowledged_at", sf.lit(None).cast("timestamp")
+    kept = kept_by(log, "verdicts", CHANGE).withColumns(
+        {
+            "found_at": sf.coalesce("found_at", "recorded_at"),
+            "acknowledged_at": sf.lit(None).cast("timestamp"),
+        }
     )
     noted = Noted(log.spec.service()).read(Which())
     rows = [[one[name] for name in names] for one in noted]
@@ -77,7 +80,9 @@ def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
     ended = judged.agg(sf.max("recorded_at").alias("ended_at"))
     journal = kept_by(log, "verdicts", CHANGE).where(sf.col("verdict") == verdict)
     until = journal.crossJoin(sf.broadcast(ended)).where("recorded_at <= ended_at")
-    found = standing(until).select(*KEY)
+    # A run of an early release has written all that it has found.
+    early = journal.where((sf.col("run_id") == run) & sf.col("change").isNull())
+    found = standing(until).select(*KEY).unionByName(early.select(*KEY))
     noted = Noted(log.spec.service()).read(Which(verdict, acknowledged=True))
     rows = [[one[name] for name in KEY] for one in noted]
     settled = log.spark.createDataFrame(

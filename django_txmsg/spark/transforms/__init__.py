@@ -50,5 +50,16 @@ def whole_log(
         # A topic's message may have the same id in two databases of a service.
         keys.append("stage")
     wanted = list(dict.fromkeys([*keys, *columns]))
-    whole = reduce(DataFrame.unionByName, [one.select(*wanted) for one in frames])
+    whole = reduce(
+        lambda one, other: one.unionByName(other),
+        [frame.select(*wanted) for frame in frames],
+    )
     return (whole.dropDuplicates(keys) if keys else whole).select(*columns)
+
+
+def with_cancelled(archived: DataFrame) -> DataFrame:
+    """Return the lake's outbox rows with the column `cancelled_at`. In files that are
+    older than this column, cancelled rows are recognised by their error text."""
+    by_intent = sf.col("last_error").startswith("cancelled: ")
+    known = sf.when(by_intent, sf.col("dead_at"))
+    return archived.withColumn("cancelled_at", sf.coalesce("cancelled_at", known))
