@@ -50,7 +50,9 @@ def printable_lines(text: str) -> str:
 def values(of: object, *names: str) -> dict[str, Any]:
     """Return these attributes of an object for JSON: instants in ISO format, and ids as
     text. Without an object, each of them is None."""
-    return {name: _plain(getattr(of, name, None)) for name in names}
+    if of is None:
+        return dict.fromkeys(names)
+    return {name: _plain(getattr(of, name)) for name in names}
 
 
 def _plain(value: Any) -> Any:

@@ -414,6 +414,7 @@ class Journeys:
         gone = set(old)
         self.named = [one for one in self.named if one not in gone] + files
         self.through = self.goal
+        del self.fresh  # asked again, there is nothing more
         self._count(files)
 
     def _commit(self, files: Sequence[LakeFile], old: Sequence[LakeFile]) -> None:
