@@ -51,37 +51,27 @@ class StoredMessage:
         return self.body.decode()
 
 
+@dataclass(eq=False)
 class Subscription:
     """The subscription of one client, with the deliveries that the client has not
-    acknowledged."""
+    acknowledged. ``prefetch`` limits these; None means no limit. ``deliver`` writes the
+    MESSAGE frame."""
 
-    def __init__(
-        self,
-        name: str,
-        queue: Queue,
-        ack: str,
-        prefetch: int | None,
-        deliver: Callable[[Subscription, str, StoredMessage], None],
-        *,
-        prefetch_in_bytes: bool = False,
-    ) -> None:
-        """``prefetch`` limits the unacknowledged messages. None means no limit.
-        ``deliver`` writes the MESSAGE frame."""
-        self.name = name
-        self.queue = queue
-        self.ack = ack
-        self.pending: dict[str, StoredMessage] = {}
-        self._deliver = deliver
-        self._prefetch = prefetch
-        self._in_bytes = prefetch_in_bytes
+    name: str
+    queue: Queue
+    ack: str
+    prefetch: int | None
+    deliver: Callable[[Subscription, str, StoredMessage], None]
+    in_bytes: bool
+    pending: dict[str, StoredMessage] = field(default_factory=dict)
 
     def has_room(self) -> bool:
         """Return whether the prefetch allows another delivery."""
-        if self._prefetch is None or self.ack == "auto":
+        if self.prefetch is None or self.ack == "auto":
             return True
         pending = self.pending.values()
-        used = sum(len(m.body) for m in pending) if self._in_bytes else len(pending)
-        return used < self._prefetch
+        used = sum(len(m.body) for m in pending) if self.in_bytes else len(pending)
+        return used < self.prefetch
 
     def give(self, message: StoredMessage) -> None:
         """Deliver one message. The client must acknowledge the message unless the mode
@@ -90,7 +80,7 @@ class Subscription:
         message.deliveries += 1
         if self.ack != "auto":
             self.pending[ack_id] = message
-        self._deliver(self, ack_id, message)
+        self.deliver(self, ack_id, message)
 
     def start(self) -> None:
         """Start to receive messages from the queue."""

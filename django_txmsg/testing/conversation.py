@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from .broker_state import StoredMessage, Subscription
 from .frames import Frame
 from .peer import Peer
-from .script import Held, Rule, Verb
+from .script import PLAIN, Held, Rule, Verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Kept:
     """A frame that will be handled at COMMIT, and the rule that modifies its answer."""
 
     frame: Frame
-    rule: Rule | None
+    rule: Rule
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +37,7 @@ class Transaction:
     #: A frame of it was refused in a way that makes COMMIT fail.
     spoilt: bool = False
 
-    def keep(self, frame: Frame, rule: Rule | None) -> None:
+    def keep(self, frame: Frame, rule: Rule) -> None:
         """Keep a frame until COMMIT, and then handle it like a frame without a
         transaction."""
         headers = {k: v for k, v in frame.headers.items() if k != "transaction"}
@@ -182,11 +183,10 @@ def _subscribe(talk: Session, frame: Frame) -> None:
         queue = store.topic_queue(frame.destination, own, durable=durable is not None)
     else:
         queue = store.queue(frame.destination)
+    deliver = partial(_deliver, talk)
     subscription = Subscription(
-        name, queue, ack, prefetch,
-        lambda *delivery: _deliver(talk, *delivery),
-        prefetch_in_bytes=profile.prefetch_in_bytes,
-    )  # fmt: skip
+        name, queue, ack, prefetch, deliver, profile.prefetch_in_bytes
+    )
     talk.subscriptions[name] = subscription
     subscription.start()
 
@@ -333,42 +333,38 @@ class Conversation(Session):
     def arrive(self, frame: Frame) -> None:
         """Record a frame, and answer it according to the script or the profile."""
         rule = self.broker.script.rule_for(frame)
-        if rule is not None and rule.verb is Verb.STALL:
+        if rule.verb is Verb.STALL:
             self.peer.put_back(frame)
             self.peer.stall()
             return
         self.broker.record(self.peer.number, frame)
-        if rule is not None and rule.verb is Verb.CUT:
+        if rule.verb is Verb.CUT:
             self.peer.cut(reset=rule.reset)
-        elif rule is not None and rule.call is not None:
+        elif rule.call is not None:
             rule.call(self, frame)
         else:
             self.handle(frame, rule)
 
-    def handle(self, frame: Frame, rule: Rule | None = None) -> None:
-        """Handle a frame according to the profile. The rule, if any, modifies the
-        answer."""
+    def handle(self, frame: Frame, rule: Rule = PLAIN) -> None:
+        """Handle a frame according to the profile. The rule may modify the answer."""
         transaction = self.transactions.get(frame.transaction or "")
-        replays = self.profile.replays_transactions
-        refused = rule is not None and rule.verb is Verb.REJECT and not rule.at_commit
-        if (
-            transaction is not None
-            and frame.command in {"SEND", "ACK", "NACK"}
-            and (replays and not refused)
-        ):
+        refused = rule.verb is Verb.REJECT and not rule.at_commit
+        replays = self.profile.replays_transactions and not refused
+        in_it = frame.command in {"SEND", "ACK", "NACK"}
+        if transaction is not None and replays and in_it:
             transaction.keep(frame, rule)
-        elif rule is not None and rule.verb is Verb.PARK:
-            parked = Held(frame, lambda: self._answer(frame, None))
+        elif rule.verb is Verb.PARK:
+            parked = Held(frame, lambda: self._answer(frame, PLAIN))
             self.broker.script.hold(rule, parked)
         else:
             self._answer(frame, rule)
-        if rule is not None and rule.verb is Verb.CUT_AFTER:
+        if rule.verb is Verb.CUT_AFTER:
             self.peer.cut(reset=rule.reset)
 
-    def _answer(self, frame: Frame, rule: Rule | None) -> None:
+    def _answer(self, frame: Frame, rule: Rule) -> None:
         if self.peer.ending:
             return
-        if rule is not None and rule.verb is Verb.REJECT:
+        if rule.verb is Verb.REJECT:
             self.refuse(
                 frame, rule.message, rule.detail,
                 names_receipt=rule.names_receipt, closes=rule.closes,
@@ -389,34 +385,22 @@ class Conversation(Session):
         replay, self.replay = self.replay, []
         for kept in replay:
             self._answer(kept.frame, kept.rule)
-        held = rule is not None and rule.verb is Verb.HOLD
-        if frame.command == "DISCONNECT" and not held:
+        if frame.command == "DISCONNECT" and rule.verb is not Verb.HOLD:
             self.peer.hang_up()
 
-    def _receipt(self, frame: Frame, rule: Rule | None) -> None:
+    def _receipt(self, frame: Frame, rule: Rule) -> None:
         """Send the receipt that a frame has asked for. A rule may hold, drop or repeat
         the receipt."""
-        if frame.receipt is None or frame.command in {"CONNECT", "STOMP"}:
+        silent = rule.verb in {Verb.DROP, Verb.CUT_AFTER} and not rule.answers
+        if silent or frame.receipt is None or frame.command in {"CONNECT", "STOMP"}:
             return
         answer = Frame("RECEIPT", {"receipt-id": frame.receipt})
-        copies = 1
-        if rule is not None and rule.verb is Verb.HOLD:
+        if rule.verb is Verb.HOLD:
             self.broker.script.hold(rule, Held(frame, lambda: self.peer.send(answer)))
             return
-        if rule is not None and rule.verb is Verb.DUPLICATE:
-            copies = rule.copies
-        elif (
-            rule is not None
-            and not rule.answers
-            and rule.verb
-            in {
-                Verb.DROP,
-                Verb.CUT_AFTER,
-            }
-        ):
-            return
-        elif frame.command == "DISCONNECT" and self.profile.repeats_disconnect_receipt:
-            copies = 2
+        copies = rule.copies
+        if frame.command == "DISCONNECT" and rule.verb is not Verb.DUPLICATE:
+            copies += self.profile.repeats_disconnect_receipt
         for _ in range(copies):
             self.peer.send(answer)
 

@@ -12,8 +12,9 @@ import dataclasses
 import datetime as dt
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from django.conf import settings
@@ -34,8 +35,7 @@ from ..consuming.arrival import (
     Processed,
     to_acknowledge,
 )
-from ..consuming.stage_middleware import Chain, prepared
-from ..envelope.handler import Handler
+from ..consuming.stage_middleware import prepared
 from ..envelope.message import Message
 from ..envelope.redelivery import Dead, RedeliverAfter
 from ..errors import DecodeError, Redeliver, Refuse
@@ -130,7 +130,7 @@ def drain(
         aliases |= {worker.using for worker in workers}
         brokers = list(conf.get().BROKERS)
         lanes = [
-            stack.enter_context(_lane(alias, broker))
+            stack.enter_context(closing(Lane(alias, broker)))
             for alias in sorted(aliases)
             for broker in filter(_is_consumable, brokers)
         ]
@@ -178,19 +178,6 @@ class _Hurry(threading.Event):
         return self.is_set()
 
 
-class _Outside:
-    """Runs the middlewares around a stage's transaction, and records their errors."""
-
-    def __init__(self, chain: Chain, drained: Drained) -> None:
-        self._chain, self._drained = chain, drained
-
-    def run(
-        self, message: Message, go_on: Handler, final: Callable[[BaseException], bool]
-    ) -> None:
-        with self._drained.remembering():
-            self._chain.run(message, go_on, final)
-
-
 class _Worker:
     """Runs one stage in this thread, and records the exceptions of its handler."""
 
@@ -199,12 +186,17 @@ class _Worker:
             with drained.remembering():
                 ready.handler(message)
 
+        def run(*given: Any) -> None:
+            """Run the middlewares around the stage's transaction."""
+            with drained.remembering():
+                ready.outside.run(*given)
+
         ready = prepared(stage)
         self.using = ready.definition.using
         if ready.outside is None:
             self._stage = dataclasses.replace(ready, handler=handler)
         else:
-            outside = _Outside(ready.outside, drained)
+            outside = SimpleNamespace(run=run)
             self._stage = dataclasses.replace(ready, outside=outside)
         self._mode = modes.of(self._stage)
         self._drained = drained
@@ -306,15 +298,6 @@ def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
 def _is_consumable(alias: str) -> bool:
     broker = find_broker(alias)
     return broker is None or broker.consumable
-
-
-@contextmanager
-def _lane(using: str, broker: str) -> Iterator[Lane]:
-    lane = Lane(using, broker)
-    try:
-        yield lane
-    finally:
-        lane.close()
 
 
 def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:

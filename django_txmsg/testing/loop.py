@@ -7,13 +7,10 @@ handled.
 
 from __future__ import annotations
 
-import contextlib
-import heapq
-import itertools
+import asyncio
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -34,7 +31,8 @@ class Channel(Protocol):
 
 
 class Loop:
-    """Waits for channels and timers in a separate thread."""
+    """Waits for channels and timers in a separate thread, which runs an event loop of
+    asyncio."""
 
     def __init__(
         self, lock: threading.Condition, on_error: Callable[[Exception], None]
@@ -44,17 +42,11 @@ class Loop:
         continues."""
         self._lock = lock
         self._on_error = on_error
-        self._channels: set[Channel] = set()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._selector = selectors.DefaultSelector()
-        self._alarm, self._alarmed = socket.socketpair()
-        for end in (self._alarm, self._alarmed):
-            end.setblocking(False)
-        self._selector.register(self._alarmed, READ)
-        self._running = True
+        #: Each channel, with the events that the event loop waits for.
+        self._channels: dict[Channel, int] = {}
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._run, name="scripted-broker", daemon=True
+            target=self._loop.run_forever, name="scripted-broker", daemon=True
         )
 
     def start(self) -> None:
@@ -63,77 +55,57 @@ class Loop:
 
     def add(self, channel: Channel) -> None:
         """Watch a channel. The caller holds the lock."""
-        self._channels.add(channel)
+        self._channels[channel] = 0
         self.wake()
 
     def remove(self, channel: Channel) -> None:
         """Stop watching a channel. The caller holds the lock, and closes the socket
         afterwards."""
-        self._channels.discard(channel)
-        if channel.sock.fileno() in self._selector.get_map():
-            self._selector.unregister(channel.sock)
+        if self._channels.pop(channel, None) is not None:
+            self._loop.remove_reader(channel.sock)
+            self._loop.remove_writer(channel.sock)
 
     def call_later(self, delay: float, action: Callable[[], None]) -> None:
         """Run the action on the loop's thread after a delay in seconds."""
-        due = time.monotonic() + delay
-        heapq.heappush(self._timers, (due, next(self._numbers), action))
-        self.wake()
+        later = partial(self._loop.call_later, delay, self._attempt, action)
+        self._loop.call_soon_threadsafe(later)
 
     def wake(self) -> None:
         """Make the loop call ``wanted()`` of every channel again, without delay."""
         if threading.current_thread() is not self._thread:
-            # If the pipe's buffer is full, it has been woken often enough.
-            with contextlib.suppress(BlockingIOError):
-                self._alarm.send(b"!")
+            self._loop.call_soon_threadsafe(self._watch)
 
     def stop(self) -> None:
         """End the thread and close every channel. The caller must not hold the lock."""
-        if not self._running:
+        if self._loop.is_closed():
             return
-        self._running = False
-        self.wake()
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+        self._loop.close()
         for channel in self._channels:
             channel.sock.close()
-        self._selector.close()
-        self._alarm.close()
-        self._alarmed.close()
-
-    def _run(self) -> None:
-        while self._running:
-            with self._lock:
-                timeout = self._run_timers()
-                self._register()
-            ready = self._selector.select(timeout)
-            with self._lock:
-                for key, events in ready:
-                    if key.data is None:
-                        self._alarmed.recv(4096)
-                    elif key.data in self._channels:
-                        self._attempt(partial(key.data.ready, events))
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:
-            self._on_error(error)
+        with self._lock:
+            try:
+                action()
+            except Exception as error:
+                self._on_error(error)
+            self._watch()
 
-    def _run_timers(self) -> float | None:
-        while self._timers:
-            left = self._timers[0][0] - time.monotonic()
-            if left > 0:
-                return left
-            self._attempt(heapq.heappop(self._timers)[2])
-        return None
-
-    def _register(self) -> None:
-        known = self._selector.get_map()
-        for channel in self._channels:
-            wanted, number = channel.wanted(), channel.sock.fileno()
-            if number not in known:
-                if wanted:
-                    self._selector.register(channel.sock, wanted, channel)
-            elif not wanted:
-                self._selector.unregister(channel.sock)
-            elif known[number].events != wanted:
-                self._selector.modify(channel.sock, wanted, channel)
+    def _watch(self) -> None:
+        """Wait for the events that the channels want now. Registrations that have not
+        changed stay, so that no channel loses an event that was reported already."""
+        loop = self._loop
+        with self._lock:
+            for channel, known in self._channels.items():
+                self._channels[channel] = wanted = channel.wanted()
+                for event, add, remove in (
+                    (READ, loop.add_reader, loop.remove_reader),
+                    (WRITE, loop.add_writer, loop.remove_writer),
+                ):
+                    if event & wanted & ~known:
+                        ready = partial(channel.ready, event)
+                        add(channel.sock, self._attempt, ready)
+                    elif event & known & ~wanted:
+                        remove(channel.sock)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
@@ -70,60 +70,55 @@ class Held:
     let_go: Callable[[], None]
 
 
+@dataclass(eq=False)
 class Rule:
-    """Selects frames. The rule's verb says how the broker treats these frames."""
+    """Selects frames. The rule's verb says how the broker treats these frames. For the
+    first five fields, see ``ScriptedBroker.on``; the verb's method sets the others."""
 
-    def __init__(
-        self,
-        command: str,
-        *,
-        nth: int | None = None,
-        times: int | None = None,
-        destination: str | None = None,
-        where: Callable[[Frame], bool] | None = None,
-    ) -> None:
-        """See ``ScriptedBroker.on``."""
-        self.verb = Verb.HANDLE
-        self.message = ""
-        self.detail = ""
-        self.names_receipt: bool | None = None
-        self.closes: bool | None = None
-        self.at_commit = False
-        self.reset = False
-        self.answers = False
-        self.call: Callable[[Talk, Frame], object] | None = None
-        self.copies = 1
-        #: Receipts that wait to be permuted, and the number in a full window.
-        self.group: list[Held] = []
-        self.window = 0
-        self.order = random.Random(0)  # noqa: S311  # to shuffle receipts
-        self._command = command
-        self._nth = nth
-        self._left = times
-        self._destination = destination
-        self._where = where
-        self._seen = 0
+    command: str
+    nth: int | None = None
+    #: How many more frames the broker may apply the rule to; None means no limit.
+    times: int | None = None
+    destination: str | None = None
+    where: Callable[[Frame], bool] | None = None
+    verb: Verb = Verb.HANDLE
+    message: str = ""
+    detail: str = ""
+    names_receipt: bool | None = None
+    closes: bool | None = None
+    at_commit: bool = False
+    reset: bool = False
+    answers: bool = False
+    call: Callable[[Talk, Frame], object] | None = None
+    copies: int = 1
+    #: Receipts that wait to be permuted, and the number in a full window.
+    group: list[Held] = field(default_factory=list)
+    window: int = 0
+    #: Shuffles receipts.
+    order: random.Random = field(default_factory=random.Random)
+    #: How many frames the rule has selected so far.
+    seen: int = 0
 
     def matches(self, frame: Frame) -> bool:
         """Return True if the rule selects the frame. Every frame with the right
         command, destination and content counts towards ``nth``."""
-        if self._command not in (frame.command, "*"):
+        if self.command not in (frame.command, "*"):
             return False
-        if self._destination is not None and frame.destination != self._destination:
+        if self.destination is not None and frame.destination != self.destination:
             return False
-        if self._where is not None and not self._where(frame):
+        if self.where is not None and not self.where(frame):
             return False
-        self._seen += 1
-        return self._nth is None or self._seen == self._nth
+        self.seen += 1
+        return self.nth is None or self.seen == self.nth
 
     def decides(self) -> bool:
         """Return True if the broker must apply the rule to a frame that the rule has
         selected, and count the frame towards ``times``. Return False if the rule has no
         verb, or if ``times`` is used up."""
-        if self.verb is Verb.HANDLE or self._left == 0:
+        if self.verb is Verb.HANDLE or self.times == 0:
             return False
-        if self._left is not None:
-            self._left -= 1
+        if self.times is not None:
+            self.times -= 1
         return True
 
     # -- the verbs ----------------------------------------------------------------
@@ -210,6 +205,10 @@ class Rule:
         return self
 
 
+#: For frames that no rule decides about: the broker handles them by its profile.
+PLAIN = Rule("*")
+
+
 class Script:
     """The current rules, and the frames that the rules hold back. Use it only with the
     broker's lock held."""
@@ -219,10 +218,10 @@ class Script:
         self.rules: list[Rule] = []
         self.held: list[Held] = []
 
-    def rule_for(self, frame: Frame) -> Rule | None:
-        """Return the rule that decides about the frame, or None."""
+    def rule_for(self, frame: Frame) -> Rule:
+        """Return the rule that decides about the frame, by default `PLAIN`."""
         picking = [rule for rule in self.rules if rule.matches(frame)]
-        return next((rule for rule in picking if rule.decides()), None)
+        return next((rule for rule in picking if rule.decides()), PLAIN)
 
     def hold(self, rule: Rule, held: Held) -> None:
         """Hold back a frame or a receipt. If the rule has a window that is now full,
