@@ -20,7 +20,7 @@ from ..envelope.typed_body import BodyReader
 from ..errors import FlowError
 from ..models import FlowStep, OutboxMessage, Run
 from ..models.run import WaitsFor
-from ..sending.outbox import Encoded, send_part
+from ..sending.outbox import Encoded
 from ..sending.undoing import overtaken
 from . import sending
 from .declaration import Declaration, Step
@@ -65,17 +65,7 @@ def _answer(run: Run, given: Given) -> str:
     assert run.turn is not None  # it waits
     declared = sending.declaration_of(run)
     overtaken(run, run.turn, declared.using)
-    send_part(
-        declared.steps_name,
-        Dead(BY_OPERATOR),
-        {
-            wire.TICKET: wire.ticket(run.run_id, run.turn),
-            wire.FLOW: str(run.first_run),
-        },
-        correlation_id=run.correlation_id,
-        using=declared.using,
-        broker=declared.broker,
-    )
+    declared.continue_run(run, run.turn, Dead(BY_OPERATOR))
     return "Answered as failed"
 
 

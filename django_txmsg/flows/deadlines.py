@@ -11,11 +11,10 @@ from contextlib import suppress
 
 from django.db import transaction
 
-from .. import conf, wire
+from .. import conf
 from ..errors import DuplicateMessage
 from ..models import Run
 from ..scheduling.time_loop import TimeLoop
-from ..sending.outbox import send_part
 from .declaration import Declaration, declarations
 from .values import TimedOut, deadline_id
 
@@ -56,16 +55,8 @@ class Deadlines(TimeLoop):
                 assert run.turn is not None  # by a constraint
                 # Stored already, if the run was not continued within a minute.
                 with suppress(DuplicateMessage):
-                    send_part(
-                        declared.steps_name,
-                        TimedOut(),
-                        {
-                            wire.TICKET: wire.ticket(run.run_id, run.turn),
-                            wire.FLOW: str(run.first_run),
-                        },
-                        correlation_id=run.correlation_id,
-                        message_id=deadline_id(run.turn),
-                        using=using,
-                        broker=declared.broker,
+                    message_id = deadline_id(run.turn)
+                    declared.continue_run(
+                        run, run.turn, TimedOut(), message_id=message_id
                     )
         return len(due)

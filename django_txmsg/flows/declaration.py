@@ -12,17 +12,21 @@ import datetime as dt
 import inspect
 import types
 import typing
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from .. import codecs, wire
 from ..envelope.handler import accepted, path_of
+from ..envelope.message import Message
 from ..envelope.message_type import is_name, message_type
 from ..envelope.typed_body import BodyReader, TypeHeader
 from ..errors import ConfigurationError, NewerCodeNeeded
+from ..models import Run
 from ..sending.destination import Destination
+from ..sending.outbox import send_part
 from .values import Answers, Cancelled
 
 #: Most bytes of a run's state, as JSON.
@@ -163,6 +167,30 @@ class Declaration:
         header = str(TypeHeader(self.name, version, version))
         state = codecs.reader(self.state).read(text.encode(), wire.JSON, header)
         return {name: getattr(state, name) for name in self.fields}
+
+    def send(
+        self, body: object, headers: Mapping[str, str], *, to: Any = None, **more: Any
+    ) -> Message:
+        """Store a message with these headers of a conversation, in the database and for
+        the broker of this flow. It is sent to `to`, by default to the destination of
+        the messages that continue runs. `more` are further arguments of send_part()."""
+        destination = self.steps_name if to is None else to
+        place = {"using": self.using, "broker": self.broker}
+        return send_part(destination, body, headers, **place, **more)
+
+    def continue_run(
+        self,
+        run: Run,
+        turn: uuid.UUID,
+        body: object,
+        headers: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> Message:
+        """Store the message that continues a run which waits under `turn`. `more` are
+        further arguments of send()."""
+        ticket = wire.ticket(run.run_id, turn)
+        given = {**(headers or {}), wire.TICKET: ticket, wire.FLOW: str(run.first_run)}
+        return self.send(body, given, correlation_id=run.correlation_id, **more)
 
     def _found(self, among: dict[str, Step], name: str) -> Step:
         if name not in among:

@@ -25,7 +25,7 @@ from ..models import FlowUndo, Run
 from ..models.fields import clock
 from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address, hop
-from ..sending.outbox import Encoded, encoded, send_part
+from ..sending.outbox import Encoded, encoded
 from ..sending.typed_name import TypedName
 from ..sending.undoing import overtaken, was_done
 from . import joining
@@ -172,13 +172,8 @@ def _cancelled(declared: Declaration, message: Message) -> None:
         assert run.request_id is not None
         assert run.ended_at is not None
         called = wire.Undone(run.request_id, run.ended_at, undone.answered)
-        send_part(
-            run.asked + STEPS,
-            why,
-            {**message.conversation, wire.UNDOES: str(called)},
-            using=declared.using,
-            broker=declared.broker,
-        )
+        given = {**message.conversation, wire.UNDOES: str(called)}
+        declared.send(why, given, to=run.asked + STEPS)
     elif run is None or run.ended_at is not None:
         if caller is None:
             return _late(declared, message, undone.request_id)
@@ -424,15 +419,13 @@ class Going:
             given[wire.UNDOES] = undoes
         if replies:
             given[wire.REPLY_TO] = self.declared.steps_name
-        return send_part(
-            destination,
+        return self.declared.send(
             body,
             given,
+            to=destination,
             correlation_id=self.run.correlation_id,
             key=key,
             expires=expires,
-            using=self.declared.using,
-            broker=self.declared.broker,
         )
 
     def _headers(self) -> dict[str, str]:
@@ -489,13 +482,11 @@ class Going:
 
     def _hand_over(self, result: HandOver) -> None:
         run = self.run
-        asked = send_part(
-            result.destination,
+        asked = self.declared.send(
             result.body,
             self._headers() | run.caller,
+            to=result.destination,
             correlation_id=run.correlation_id,
-            using=self.declared.using,
-            broker=self.declared.broker,
         )
         self._forget_undos()
         run.end(Outcome.HANDED_OVER)

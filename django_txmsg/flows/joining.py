@@ -21,7 +21,7 @@ from ..envelope.typed_body import BodyReader
 from ..errors import ConfigurationError, DecodeError
 from ..models import Batch, Branch, FlowUndo, Run
 from ..sending.answering import hop
-from ..sending.outbox import Encoded, send_part, send_parts
+from ..sending.outbox import Encoded, send_parts
 from ..sending.pending import reschedule_message
 from .declaration import Declaration, Step
 from .unread import Unread
@@ -122,7 +122,7 @@ def store(
         )
         ids += [one.id for one in sent]
     if not messages:
-        _continue(declared, run, turn, headers)
+        declared.continue_run(run, turn, None, headers)
     return batch, ids
 
 
@@ -158,11 +158,8 @@ def answered(
         undos.filter(request_id=request_id, confirmed_at=None).update(answered=True)
     _let_leave(batch, found[2])
     if batch.may_have_ended():
-        given = {
-            wire.FLOW: str(run.first_run),
-            wire.HOP: str(hop(message.conversation) + 1),
-        }
-        _continue(declared, run, turn, given)
+        following = {wire.HOP: str(hop(message.conversation) + 1)}
+        declared.continue_run(run, turn, None, following)
     return True
 
 
@@ -220,16 +217,3 @@ def _undo(
         "headers": {wire.CORRELATION_ID: run.correlation_id},
     }
     return message, {**headers, wire.UNDOES: str(undone)}
-
-
-def _continue(
-    declared: Declaration, run: Run, turn: uuid.UUID, headers: Mapping[str, str]
-) -> None:
-    send_part(
-        declared.steps_name,
-        None,
-        {**headers, wire.TICKET: wire.ticket(run.run_id, turn)},
-        correlation_id=run.correlation_id,
-        using=declared.using,
-        broker=declared.broker,
-    )

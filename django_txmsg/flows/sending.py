@@ -8,20 +8,20 @@ import hashlib
 import itertools
 import uuid
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-from django.db import IntegrityError, connections, transaction
+from django.db import connections, transaction
 from django.db.models.functions import Now
 
 from .. import conf, wire
 from ..django_internals import hooks
-from ..envelope.message import check_destination, check_key, new_id
-from ..errors import AlreadyResumed, AlreadyRunning, FlowError, InvalidMessage
+from ..envelope.message import check_key, new_id
+from ..errors import AlreadyResumed, FlowError, InvalidMessage
 from ..models import OutboxMessage, Run
 from ..models.fields import clock
 from ..models.run import WaitsFor
 from ..sending import storing
-from ..sending.outbox import encoded, require_transaction, send_part
+from ..sending.outbox import require_transaction
 from ..sending.scope import current_scope
 from ..sending.typed_name import TypedName
 from .declaration import Declaration, declarations
@@ -31,69 +31,8 @@ from .values import Cancelled, deadline_id
 SIGNAL = "signal"
 
 
-def start_run(
-    declared: Declaration,
-    body: object,
-    *,
-    key: str | None,
-    on_conflict: Literal["error", "skip"],
-    answer_to: str | None,
-) -> Run:
-    """Store a run and the message that starts it, in the caller's transaction."""
-    using = declared.using
-    insist_on_one_transaction(using, declared.name)
-    caller = {} if answer_to is None else {wire.REPLY_TO: check_destination(answer_to)}
-    run = Run(
-        service=conf.get().SERVICE,
-        flow=declared.name,
-        key=check_key(key),
-        version=declared.version,
-        state=declared.encode(declared.cls()),
-        caller=caller,
-    )
-    run.run_id, known = identify(
-        using,
-        declared.broker,
-        lambda: (declared.name, run.key, caller, encoded(declared.destination, body)),
-    )
-    if known is not None:
-        return known
-    run.first_run = run.run_id
-    run.wait(WaitsFor.START, "start")
-    try:
-        with transaction.atomic(using=using):
-            message = send_part(
-                declared.destination,
-                body,
-                {},
-                message_id=run.run_id,
-                using=using,
-                broker=declared.broker,
-            )
-            run.correlation_id = message.correlation_id or str(message.id)
-            run.save(using=using, force_insert=True)
-            return run
-    except IntegrityError:
-        open_runs = Run.objects.using(using).filter(
-            service=run.service, flow=run.flow, key=run.key, ended_at=None
-        )
-        found: Run | None = open_runs.first() if run.key else None
-        if found is None:
-            raise
-    if on_conflict == "skip":
-        return found
-    raise AlreadyRunning(
-        f"A run of {declared.name!r} with the key {key!r} is open: {found.run_id}. "
-        f'Wait for its end, use another key, or say on_conflict="skip".',
-        found.run_id,
-    )
-
-
 def identify(
-    using: str,
-    broker: str,
-    content: Callable[[], tuple[object, ...]],
-    messages: int = 1,
+    declared: Declaration, content: Callable[[], tuple[object, ...]], messages: int = 1
 ) -> tuple[uuid.UUID, Run | None]:
     """Return the id of a run that is to be started, and the run itself if it already
     exists. Otherwise the second value is None.
@@ -110,10 +49,11 @@ def identify(
     current = current_scope()
     if current is None or current.cause is None:
         return new_id(), None
+    using = declared.using
     identified = repr((using, *content()))
     digest = hashlib.sha256(identified.encode()).hexdigest()
     connection, started = connections[using], current.started[digest]
-    own = connection, storing.after_commit(using, broker)
+    own = connection, storing.after_commit(using, declared.broker)
     # A number is free again if the start that had it was rolled back.
     number = next(n for n in itertools.count() if not _counts(started.get(n)))
     started[number] = own
@@ -158,13 +98,11 @@ def send_signal(
             f"{', '.join(one.name for one in taking) or 'none'}."
         )
     at = wire.format_instant(since or clock(declared.using))
-    send_part(
-        TypedName(declared.steps_name, fitting[0].annotation),
+    declared.send(
         body,
         {wire.TICKET: f"{SIGNAL};{fitting[0].name};{at};{check_key(key)}"},
+        to=TypedName(declared.steps_name, fitting[0].annotation),
         delay=delay,
-        using=declared.using,
-        broker=declared.broker,
     )
 
 
@@ -192,7 +130,7 @@ def resume(token: str, value: object = None) -> None:
     declared = declaration_of(run)
     taken = declared.step(run.step)
     insist_on_one_transaction(using, declared.steps_name)
-    destination: Any = declared.steps_name
+    destination = None
     if not taken.takes_nothing:
         destination = TypedName(declared.steps_name, taken.annotation)
     with transaction.atomic(using=using):
@@ -202,14 +140,7 @@ def resume(token: str, value: object = None) -> None:
         stored = OutboxMessage.objects.using(using)
         if stored.filter(message_id=deadline_id(turn)).exists():
             raise AlreadyResumed(_RESUMED)
-        send_part(
-            destination,
-            value,
-            {wire.TICKET: token, wire.FLOW: str(run.first_run)},
-            correlation_id=run.correlation_id,
-            using=using,
-            broker=declared.broker,
-        )
+        declared.continue_run(run, turn, value, to=destination)
 
 
 _RESUMED = (
@@ -225,17 +156,11 @@ def cancel(run: Run, why: str = "") -> None:
     another flow has ended: to stop the work, call `cancel()` with the run of the other
     flow."""
     declared = declaration_of(run)
-    send_part(
-        declared.steps_name,
-        Cancelled(why),
-        {
-            wire.UNDOES: str(wire.Undone(run.run_id, clock(declared.using), False)),
-            wire.FLOW: str(run.first_run),
-        },
-        correlation_id=run.correlation_id,
-        using=declared.using,
-        broker=declared.broker,
-    )
+    given = {
+        wire.UNDOES: str(wire.Undone(run.run_id, clock(declared.using), False)),
+        wire.FLOW: str(run.first_run),
+    }
+    declared.send(Cancelled(why), given, correlation_id=run.correlation_id)
 
 
 def insist_on_one_transaction(using: str, destination: str) -> None:

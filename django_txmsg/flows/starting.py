@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 from asgiref.sync import sync_to_async
-from django.db import connections, models, transaction
+from django.db import IntegrityError, connections, models, transaction
 from django.http import HttpRequest, JsonResponse
 from django.http.response import HttpResponseBase
 from django.views import View
 
 from .. import codecs, conf, wire
 from ..django_internals import in_block
-from ..envelope.message import check_destination
-from ..errors import ConfigurationError, FlowError, InvalidMessage
+from ..envelope.message import check_destination, check_key
+from ..errors import AlreadyRunning, ConfigurationError, FlowError, InvalidMessage
 from ..models import Batch, Run
 from ..models.run import Outcome, WaitsFor
 from ..sending.destination import Destination
@@ -38,7 +38,7 @@ from ..sending.outbox import Encoded, encoded
 from ..sending.scope import current_scope
 from . import joining
 from .flow import Flow
-from .sending import identify, insist_on_one_transaction, start_run
+from .sending import identify, insist_on_one_transaction
 from .unread import Unread
 from .values import OURS, BatchEnded, Cancelled, Dead, TimedOut
 
@@ -77,12 +77,47 @@ def start(
         raise ConfigurationError(
             f'on_conflict={on_conflict!r} is neither "error" nor "skip".'
         )
-    return start_run(
-        flow._declaration,
-        body,
-        key=key,
-        on_conflict=on_conflict,
-        answer_to=answer_to,
+    declared = flow._declaration
+    using = declared.using
+    insist_on_one_transaction(using, declared.name)
+    caller = {} if answer_to is None else {wire.REPLY_TO: check_destination(answer_to)}
+    run = Run(
+        service=conf.get().SERVICE,
+        flow=declared.name,
+        key=check_key(key),
+        version=declared.version,
+        state=declared.encode(declared.cls()),
+        caller=caller,
+    )
+    run.run_id, known = identify(
+        declared,
+        lambda: (declared.name, run.key, caller, encoded(declared.destination, body)),
+    )
+    if known is not None:
+        return known
+    run.first_run = run.run_id
+    run.wait(WaitsFor.START, "start")
+    try:
+        with transaction.atomic(using=using):
+            message = declared.send(
+                body, {}, to=declared.destination, message_id=run.run_id
+            )
+            run.correlation_id = message.correlation_id or str(message.id)
+            run.save(using=using, force_insert=True)
+            return run
+    except IntegrityError:
+        open_runs = Run.objects.using(using).filter(
+            service=run.service, flow=run.flow, key=run.key, ended_at=None
+        )
+        found: Run | None = open_runs.first() if run.key else None
+        if found is None:
+            raise
+    if on_conflict == "skip":
+        return found
+    raise AlreadyRunning(
+        f"A run of {declared.name!r} with the key {key!r} is open: {found.run_id}. "
+        f'Wait for its end, use another key, or say on_conflict="skip".',
+        found.run_id,
     )
 
 
@@ -141,7 +176,7 @@ def _started(flow: type[Flow[In, Any]], body: In, key: str | None) -> Run:
             f"start(), and look at the run later."
         )
     with transaction.atomic(using=declared.using):
-        return start_run(declared, body, key=key, on_conflict="error", answer_to=None)
+        return start(flow, body, key=key)
 
 
 def awaited(run: Run, within: float | dt.timedelta) -> Run | None:
@@ -300,7 +335,7 @@ def batch(
                 one["body"] = Encoded(body, name)  # each body is encoded once
         return declared.name, str(then), places, headers, bodies
 
-    run_id, known = identify(declared.using, declared.broker, content, len(given) or 1)
+    run_id, known = identify(declared, content, len(given) or 1)
     if known is not None:
         return Batch.objects.using(declared.using).get(run=known)
     run = Run(
