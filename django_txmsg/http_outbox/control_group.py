@@ -21,7 +21,6 @@ group is opened in advance.
 from __future__ import annotations
 
 import datetime as dt
-import enum
 import hashlib
 import logging
 import threading
@@ -50,32 +49,23 @@ MARGIN = 1.0
 #: while sessions may still join.
 _ASK = """
     SELECT CASE
-      WHEN pg_is_in_recovery() THEN 'early'
-      WHEN clock_timestamp() <= %s THEN 'early'
-      WHEN pg_try_advisory_xact_lock(%s) THEN 'over'
-      ELSE 'held'
+      WHEN pg_is_in_recovery() THEN FALSE
+      WHEN clock_timestamp() <= %s THEN FALSE
+      ELSE pg_try_advisory_xact_lock(%s)
     END
 """
 
 
-class Verdict(enum.Enum):
-    """Whether a group has ended. A group ends when no session can join it any more and
-    all sessions that joined it have ended."""
-
-    EARLY = "early"
-    HELD = "held"
-    OVER = "over"
-
-
-def has_ended(using: str, group: uuid.UUID, joined_until: dt.datetime) -> Verdict:
-    """Return whether a group has ended. Sessions could join the group until the time
+def has_ended(using: str, group: uuid.UUID, joined_until: dt.datetime) -> bool:
+    """Return whether a group has ended. A group ends when no session can join it any
+    more and all sessions that joined it have ended. Sessions could join it until
     `joined_until`. Call this function outside any transaction, so that the group's lock
     is released immediately. Query the group's rows only after this call."""
     bound = joined_until + dt.timedelta(seconds=MARGIN)
     with connections[using].cursor() as cursor:
         cursor.execute(_ASK, [bound, lock_of(group)])
-        (word,) = cursor.fetchone()
-    return Verdict(word)
+        (over,) = cursor.fetchone()
+    return bool(over)
 
 
 def lock_of(group: uuid.UUID) -> int:
@@ -134,9 +124,10 @@ class Group:
 
     def _announce(self, opened_at: dt.datetime) -> None:
         control_message.send(
-            control_message.compose(
-                self._groups.using,
+            control_message.ControlMessage(
+                str(new_id()),
                 self.id,
+                self._groups.using,
                 "group",
                 joined_until=opened_at + self._valid,
                 database=self._groups.database,

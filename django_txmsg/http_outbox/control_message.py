@@ -197,7 +197,16 @@ def announce(
     # Messages in the database itself are visible to this session only.
     database = "" if kind == "arrival" else database_identity.current(using)
     try:
-        send(compose(using, session_id, kind, mark, metadata, database=database))
+        control = ControlMessage(
+            str(new_id()),
+            session_id,
+            using,
+            kind,
+            transaction=mark,
+            database=database,
+            headers=metadata or {},
+        )
+        send(control)
     except BrokerError as error:
         # A failed INSERT has aborted the transaction that it shares.
         if settings.ON_CONTROL_FAILURE == "fail" or kind == "arrival":
@@ -206,28 +215,6 @@ def announce(
     else:
         if kind == "delay":
             _leave_a_record(using, session_id)
-
-
-def compose(
-    using: str,
-    session_id: uuid.UUID,
-    oracle: str,
-    transaction: str = "",
-    metadata: Mapping[str, str] | None = None,
-    joined_until: dt.datetime | None = None,
-    database: str = "",
-) -> ControlMessage:
-    """Return a control message with a new id."""
-    return ControlMessage(
-        id=str(new_id()),
-        session_id=session_id,
-        using=using,
-        oracle=oracle,
-        transaction=transaction,
-        joined_until=joined_until,
-        database=database,
-        headers=dict(metadata or {}),
-    )
 
 
 def send(control: ControlMessage) -> None:

@@ -107,6 +107,10 @@ FOREIGN_FOR = 300.0
 LOOK_AT_GROUPS_EVERY = 1.0
 
 
+#: Dispatches the messages of a session, by its database and its id.
+Dispatch = Callable[[str, uuid.UUID], Any]
+
+
 class LookAgain(Exception):
     """The session's outcome is not known yet. Keep the delivery, and check again in
     `after` seconds."""
@@ -146,11 +150,7 @@ class Pending:
         return cls(**found)
 
 
-def handle(
-    delivery: Delivery,
-    dispatch: Callable[[str, uuid.UUID], Any],
-    stop: threading.Event,
-) -> None:
+def handle(delivery: Delivery, dispatch: Dispatch, stop: threading.Event) -> None:
     """Check a session once. If no error is raised, the caller then settles the
     delivery.
 
@@ -176,9 +176,7 @@ def handle(
     _tell(control.session_id, control.using, outcome, look, control.headers)
 
 
-def _look_safely(
-    control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
-) -> str:
+def _look_safely(control: ControlMessage, look: Look, dispatch: Dispatch) -> str:
     """Return the session's outcome. Raises LookAgain if the outcome is not known yet,
     or after an unexpected error."""
     looking = database_health.retry(control.using, "sessions cannot be checked")
@@ -203,9 +201,7 @@ def _look_safely(
     return _left_to_relay(control, "checking it fails again and again")
 
 
-def _look(
-    control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
-) -> str:
+def _look(control: ControlMessage, look: Look, dispatch: Dispatch) -> str:
     """Return the session's outcome, or raise LookAgain."""
     if control.database and not database_identity.is_ours(
         control.using, control.database, control.sent_at
@@ -269,9 +265,7 @@ def _hand_back(control: ControlMessage, look: Look) -> str:
 _foreign: set[tuple[str, str]] = set()
 
 
-def _look_at_group(
-    control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
-) -> str:
+def _look_at_group(control: ControlMessage, look: Look, dispatch: Dispatch) -> str:
     """If the group has ended, send its messages that are still pending, and return the
     outcome. If the group has not ended, raise LookAgain. Before that, if the group has
     late messages, send them. (Normally, the process that stores a message also sends it
@@ -279,8 +273,7 @@ def _look_at_group(
     using, group = control.using, control.session_id
     if control.joined_until is None:
         raise ValueError("a control group's message has no end")
-    verdict = control_group.has_ended(using, group, control.joined_until)
-    if verdict is not control_group.Verdict.OVER:
+    if not control_group.has_ended(using, group, control.joined_until):
         if _left_behind(using, group):
             dispatch(using, group)
         raise LookAgain(LOOK_AT_GROUPS_EVERY)
@@ -298,10 +291,7 @@ def _left_behind(using: str, group: uuid.UUID) -> bool:
 
 
 def _ship(
-    control: ControlMessage,
-    look: Look,
-    pending: Pending,
-    dispatch: Callable[[str, uuid.UUID], Any],
+    control: ControlMessage, look: Look, pending: Pending, dispatch: Dispatch
 ) -> str:
     if not pending.count:
         return "already_dispatched"

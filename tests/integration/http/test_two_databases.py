@@ -127,12 +127,11 @@ def test_each_database_gets_its_control_messages_though_the_other_takes_them_fir
 def test_a_control_message_names_its_database_and_an_old_one_does_not() -> None:
     identity = database_identity.current("default")
     assert str(connection.settings_dict["NAME"]) in identity
-    new = control_message.compose(
-        "default", uuid.uuid4(), "delay", database=identity
-    ).outgoing()
+    given = str(uuid.uuid4()), uuid.uuid4(), "default", "delay"
+    new = control_message.ControlMessage(*given, database=identity).outgoing()
     assert new.headers[control_message.DATABASE] == identity
     assert control_message.DATABASE in json.loads(new.headers[control_message.SIGNED])
-    old = control_message.compose("default", uuid.uuid4(), "delay").outgoing()
+    old = control_message.ControlMessage(*given).outgoing()
     assert control_message.DATABASE not in old.headers
     assert wire.MESSAGE_ID in old.headers
 
