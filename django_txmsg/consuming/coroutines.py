@@ -8,7 +8,6 @@ for its coroutine, so everything else works as with a plain function.
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -23,6 +22,7 @@ from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..runtime.connections import leave_blocks
 from ..runtime.per_process import PerProcess
+from ..runtime.thread_group import start_daemon
 from ..stages import Stage
 from . import deadline
 from .protocol import refuse_left_open
@@ -105,7 +105,7 @@ def _result(ended: Any) -> Any:
 
 def _started() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=_run, args=[loop], name=THREAD, daemon=True).start()
+    start_daemon(THREAD, _run, loop)
     return loop
 
 

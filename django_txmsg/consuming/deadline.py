@@ -30,6 +30,7 @@ from ..errors import StageStopped, StageTimedOut
 from ..models import InboxMessage, StopRequest
 from ..runtime import database_health
 from ..runtime.per_process import PerProcess
+from ..runtime.thread_group import start_daemon
 from ..stages import Stage, all_stages
 
 # Around hop 8: an operator asks to stop a message while its handler runs.
@@ -219,8 +220,7 @@ class Watch:
             self._deadlines.add(limit)
             if not self._running:
                 self._running = True
-                name = "txmsg-deadlines"
-                threading.Thread(target=self._run, name=name, daemon=True).start()
+                start_daemon("txmsg-deadlines", self._run)
             elif limit.due < self._wakes:
                 self._changed.notify()
 

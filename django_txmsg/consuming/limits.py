@@ -9,8 +9,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from .. import conf
@@ -54,15 +54,10 @@ class Throttle:
         elif isinstance(outcome, Processed):
             self._failures = 0
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> AbstractContextManager[object]:
         """Surround the processing of a message. While the stage is throttled, only one
         thread at a time enters the block."""
-        if not self.on:
-            yield
-            return
-        with self._one_at_a_time:
-            yield
+        return self._one_at_a_time if self.on else nullcontext()
 
 
 # Hop 6 in order: limits how many messages wait at an ordered stage.

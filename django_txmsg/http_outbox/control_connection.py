@@ -33,6 +33,7 @@ from ..errors import (
 )
 from ..runtime.breaker import Breaker
 from ..runtime.per_process import PerProcess
+from ..runtime.thread_group import start_daemon
 
 
 def control_channel() -> Channel:
@@ -182,19 +183,13 @@ class Channel:
                 if outcomes is not None:
                     self._tell(group, outcomes)
                     return
-            aside = threading.Thread(
-                target=self._send_aside,
-                args=(group,),
-                name="txmsg-control-connect",
-                daemon=True,
-            )
+            name, work = "txmsg-control-connect", self._send_aside
             with self._lock:
                 try:
-                    aside.start()
+                    self.leader = start_daemon(name, work, group)
                 except RuntimeError as error:
                     # No thread can be started, or the process is exiting.
                     raise BrokerUnavailable(f"cannot connect: {error}") from error
-                self.leader = aside
 
     def _send_aside(self, group: list[_Sending]) -> None:
         try:
@@ -296,6 +291,5 @@ def _close_aside(session: Session) -> None:
         finally:
             connections.close_all()
 
-    name = "txmsg-control-close"
     with contextlib.suppress(RuntimeError):  # no thread: the process ends
-        threading.Thread(target=close, name=name, daemon=True).start()
+        start_daemon("txmsg-control-close", close)

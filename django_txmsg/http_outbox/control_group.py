@@ -37,6 +37,7 @@ from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
 from ..runtime.per_process import PerProcess
+from ..runtime.thread_group import start_daemon
 from . import control_message, database_identity
 from .control_connection import control_channel
 
@@ -173,11 +174,8 @@ class Groups:
             if group is None or self._opening or not 0 < group.closes - now < LEAD:
                 return
             self._opening = True
-        thread = threading.Thread(
-            target=self._open_next, name="txmsg-control-group", daemon=True
-        )
         try:
-            thread.start()
+            start_daemon("txmsg-control-group", self._open_next)
         except RuntimeError as error:
             # No thread can be started, or the process is exiting: a session opens the
             # next group.

@@ -23,6 +23,7 @@ from pathlib import Path
 from .. import conf
 from ..runtime import liveness
 from ..runtime.liveness import State
+from ..runtime.thread_group import start_daemon
 
 #: Seconds between two writes of a process's state.
 INTERVAL = 1.0
@@ -93,8 +94,7 @@ def written() -> Iterator[None]:
 
         _write(file.fileno())
         draft.replace(path)
-        writer = threading.Thread(target=keep_writing, name="txmsg-state", daemon=True)
-        writer.start()
+        writer = start_daemon("txmsg-state", keep_writing)
         try:
             yield
         finally:

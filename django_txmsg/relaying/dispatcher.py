@@ -26,6 +26,7 @@ from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
 from ..runtime.notifications import notify
 from ..runtime.per_process import PerProcess, at_childs_end
+from ..runtime.thread_group import start_daemon
 from .lane import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.dispatcher")
@@ -59,10 +60,8 @@ class Dispatcher:
             using, "committed messages are left to the relay"
         )
         self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"txmsg-dispatch-{using}-{broker}", daemon=True
-        )
-        self._thread.start()
+        name = f"txmsg-dispatch-{using}-{broker}"
+        self._thread = start_daemon(name, self._run)
 
     def wake(self, ids: list[int]) -> None:
         """Request the dispatch of these rows. Never blocks and never fails."""

@@ -32,6 +32,7 @@ from ..rules.outbox import PENDING
 from ..runtime import database_health, notifications
 from ..runtime.notifications import CHANNEL, notify
 from ..runtime.per_process import PerProcess
+from ..runtime.thread_group import start_daemon
 
 _OUTBOX, _QUEUE = OutboxMessage._meta.db_table, QueueMessage._meta.db_table
 # Each is the head of the index by which the rows are claimed.
@@ -252,13 +253,8 @@ class _Users:
             if self._count > 1:
                 return
             self._stop = threading.Event()
-            thread = threading.Thread(
-                target=_run,
-                args=(self._using, self._stop),
-                name=f"txmsg-listen-{self._using}",
-                daemon=True,
-            )
-            thread.start()
+            name = f"txmsg-listen-{self._using}"
+            start_daemon(name, _run, self._using, self._stop)
 
     def remove(self) -> None:
         """Remove a user. After the last user is removed, the thread ends. Nothing waits

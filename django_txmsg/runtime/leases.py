@@ -18,6 +18,7 @@ from django.db import connections
 
 from . import database_health
 from .per_process import PerProcess
+from .thread_group import start_daemon
 
 log = logging.getLogger("django_txmsg.leases")
 
@@ -106,11 +107,8 @@ class _Keeper:
         with self._lock:
             self._held.add(lease)
             if not self._running:
-                thread = threading.Thread(
-                    target=self._run, name=f"txmsg-leases-{self._using}", daemon=True
-                )
                 try:
-                    thread.start()
+                    start_daemon(f"txmsg-leases-{self._using}", self._run)
                 except RuntimeError as error:
                     # At the end of a process no thread starts: the lease lasts until
                     # its end.

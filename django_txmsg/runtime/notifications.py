@@ -27,6 +27,7 @@ from ..django_internals import in_block
 from . import database_health
 from .connections import recycle
 from .per_process import Members, PerProcess, at_childs_end
+from .thread_group import start_daemon
 
 #: Wakes the waiters of every topic.
 ALL = "*"
@@ -157,17 +158,15 @@ class _Notifier:
         with self._lock:
             self._topics.update(topics)
             if not self._running:
-                thread = threading.Thread(
-                    target=self._run, name=f"txmsg-notify-{self._using}", daemon=True
-                )
+                name = f"txmsg-notify-{self._using}"
                 try:
-                    thread.start()
+                    self._thread = start_daemon(name, self._run)
                 except RuntimeError as error:
                     # At the end of a process no thread starts: the next poll finds the
                     # rows.
                     log.debug("cannot notify: %s", error)
                     return
-                self._thread, self._running = thread, True
+                self._running = True
         self._awake.set()
 
     def stop(self, timeout: float) -> None:

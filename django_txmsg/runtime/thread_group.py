@@ -19,6 +19,16 @@ from . import liveness
 log = logging.getLogger("django_txmsg.threads")
 
 
+def start_daemon(
+    name: str, work: Callable[..., object], *args: object
+) -> threading.Thread:
+    """Start a daemon thread that runs `work(*args)`, and return it. Raises RuntimeError
+    if no thread can be started, for example because the process is exiting."""
+    thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class ThreadGroup:
     """Threads that start together, and end together when `stop` is called."""
 
