@@ -29,13 +29,14 @@ from ..errors import (
     InvalidMessage,
 )
 from ..models.inbox import InboxRecord
+from ..models.inbox_order import Turn
 from ..models.outbox_store import NewMessage
 from ..runtime.connections import recycle
 from ..sending.scope import Scope
 from ..sending.storing import store
 from ..stages import Stage
 from . import ordering, protocol
-from .arrival import Arrival, Mode, Outcome
+from .arrival import Arrival, Duplicate, Mode, Outcome, Waiting
 from .protocol import LostRace
 
 #: Not named after this module: log configurations refer to the existing names.
@@ -287,25 +288,50 @@ class Ordered(Outbox):
     other."""
 
     def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
-        """If the message's turn has not come, park the message, and return the outcome.
-        Otherwise return None."""
-        return ordering.out_of_turn(arrival, attempts=attempts)
+        """If the message's turn has not come, park the message, subtract `attempts`
+        from its number of attempts, and return the outcome. Otherwise return None."""
+        turn = arrival.turn
+        if turn is None or self.order.has_come(turn):
+            return None
+        return self._park(arrival, turn, attempts)
 
     def lost(self, arrival: Arrival) -> Outcome:
         """Return the outcome of a message whose row could not be taken. Either another
         worker has settled the message, or the message is now parked, because its turn
         has not come or another transaction has locked its key."""
-        return ordering.lost(arrival)
+        turn = arrival.turn
+        if turn is None or arrival.record is None:
+            return Duplicate()
+        return self.out_of_turn(arrival) or self._park(arrival, turn, 1, aside=True)
 
     def put_aside(self, arrival: Arrival) -> None:
         """Record the key of a failed message, so that the admin can show which messages
         the failed message blocks."""
-        ordering.aside(arrival)
+        if arrival.turn is not None:
+            self.order.aside(arrival.recorded.id, arrival.turn)
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
-        """Return the headers without the link to the message's predecessor, because the
-        message's turn has come."""
-        return ordering.kept_headers(arrival)
+        """Return the headers without the link to the message's predecessor. The link is
+        no longer needed, because the message's turn has come, and the predecessor's row
+        may be pruned before the next attempt."""
+        kept = arrival.kept_headers
+        return {name: value for name, value in kept.items() if name != wire.AFTER}
+
+    def _park(
+        self, arrival: Arrival, turn: Turn, attempts: int, *, aside: bool = False
+    ) -> Waiting:
+        at_once = self.order.wait(
+            arrival.recorded.id,
+            turn,
+            headers=arrival.kept_headers,
+            body=arrival.delivery.body,
+            token=arrival.token,
+            uncounted=attempts,
+            aside=aside,
+        )
+        if at_once:
+            arrival.woken.set()
+        return Waiting()
 
 
 _MODES: dict[str, type[Mode]] = {

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 from .. import conf, wire
 from ..models import InboxMessage, StageState
-from ..models.inbox_order import ASKED, ON_ITS_WAY, Turn
+from ..models.inbox_order import ASKED, ON_ITS_WAY
 from ..stages import Stage
-from .arrival import Arrival, Duplicate, Waiting
+from .arrival import Arrival
 
 _FIRST = dt.datetime.min.replace(tzinfo=dt.timezone.utc)
 
@@ -76,26 +76,6 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
         yield
 
 
-def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
-    """Return None if the message has no predecessor, or if its predecessor has ended.
-    Otherwise park the message, subtract `attempts` from the message's number of
-    attempts, and return the outcome."""
-    turn = arrival.turn
-    if turn is None or arrival.order.has_come(turn):
-        return None
-    return _park(arrival, turn, attempts)
-
-
-def lost(arrival: Arrival) -> Waiting | Duplicate:
-    """Return the outcome of a message whose row could not be taken. Either another
-    worker has settled the message, or the message is now parked, because its turn has
-    not come or another transaction has locked its key."""
-    turn = arrival.turn
-    if turn is None or arrival.record is None:
-        return Duplicate()
-    return out_of_turn(arrival) or _park(arrival, turn, 1, aside=True)
-
-
 def wake(arrivals: Sequence[Arrival]) -> None:
     """Make the followers of these messages due. Call this last in the transaction that
     ends the messages.
@@ -118,22 +98,6 @@ def _was_keyed(arrival: Arrival) -> bool:
     with a slot has the key of its line instead."""
     parked = arrival.parked
     return parked is not None and parked.slot is None and parked.key != ""
-
-
-def aside(arrival: Arrival) -> None:
-    """Record the key of a failed message, so that the admin can show which messages the
-    failed message blocks."""
-    turn = arrival.turn
-    if turn is not None:
-        arrival.order.aside(arrival.recorded.id, turn)
-
-
-def kept_headers(arrival: Arrival) -> dict[str, str]:
-    """Return the headers to store with a failed message, without the link to its
-    predecessor. The link is no longer needed, because the message's turn has come, and
-    the predecessor's row may be pruned before the next attempt."""
-    kept = arrival.kept_headers
-    return {name: value for name, value in kept.items() if name != wire.AFTER}
 
 
 def in_order(arrivals: Sequence[Arrival]) -> list[int]:
@@ -244,20 +208,3 @@ def end(stage: Stage) -> None:
     these now."""
     if not stage.ordered:
         StageState.objects.db_manager(stage.definition.using).unordered(stage.name)
-
-
-def _park(
-    arrival: Arrival, turn: Turn, attempts: int, *, aside: bool = False
-) -> Waiting:
-    at_once = arrival.order.wait(
-        arrival.recorded.id,
-        turn,
-        headers=arrival.kept_headers,
-        body=arrival.delivery.body,
-        token=arrival.token,
-        uncounted=attempts,
-        aside=aside,
-    )
-    if at_once:
-        arrival.woken.set()
-    return Waiting()
