@@ -17,6 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 from django.db import transaction
 
@@ -153,6 +154,14 @@ log = logging.getLogger("django_txmsg.relay")
 AFTER_COMMIT_LEASE = 15.0
 
 
+class _Wanted(NamedTuple):
+    """What limits the rows of one claim, unless it is None."""
+
+    ids: list[int] | None
+    session_id: uuid.UUID | None
+    trial: Trial | None = None
+
+
 class Lane:
     """One broker session and one database connection with which the relay sends
     messages.
@@ -206,11 +215,11 @@ class Lane:
         # Connect to the broker before the claim: an outage must not cause pointless
         # leases.
         self._open()
-        trial = self._pauses.begin_trial()
+        wanted, trial = _Wanted(ids, session_id), self._pauses.begin_trial()
         if trial is not None:
             count = None
             try:
-                count = self._dispatch(ids, session_id, trial)
+                count = self._dispatch(wanted._replace(trial=trial))
             finally:
                 narrowed = ids is not None or session_id is not None
                 # An empty list means no rows, unlike None.
@@ -218,35 +227,25 @@ class Lane:
                 self._pauses.end_trial(trial, found, self._batch_size)
             if count:
                 return count
-        return self._dispatch(ids, session_id, None)
+        return self._dispatch(wanted)
 
-    def _dispatch(
-        self, ids: list[int] | None, session_id: uuid.UUID | None, trial: Trial | None
-    ) -> int:
+    def _dispatch(self, wanted: _Wanted) -> int:
         while True:
             with self._budget.part(self._stop) as part:
-                count = part and self._dispatch_part(part, ids, session_id, trial)
+                count = part and self._dispatch_part(part, wanted)
             if part is None:
                 return 0
             if count or not part.is_to_claim_again:
                 return count or 0
 
-    def _dispatch_part(
-        self,
-        part: Part,
-        ids: list[int] | None,
-        session_id: uuid.UUID | None,
-        trial: Trial | None,
-    ) -> int:
+    def _dispatch_part(self, part: Part, wanted: _Wanted) -> int:
         token = uuid.uuid4()
         self._refused.clear()
         with self._turn.at_database():
             # The lane may have been stopped while it waited for its turn.
             stopped = self._stop.is_set()
             began = time.monotonic()
-            claimed = (
-                [] if stopped else self._claim(token, part, ids, session_id, trial)
-            )
+            claimed = [] if stopped else self._claim(token, part, wanted)
         size = sum(len(row.body) for row in claimed)
         self._budget.claimed(part, size)
         shed(self.using, size)
@@ -331,14 +330,8 @@ class Lane:
     def _outbox(self) -> OutboxManager:
         return OutboxMessage.objects.db_manager(self.using)
 
-    def _claim(
-        self,
-        token: uuid.UUID,
-        part: Part,
-        ids: list[int] | None,
-        session_id: uuid.UUID | None,
-        trial: Trial | None,
-    ) -> list[Claimed]:
+    def _claim(self, token: uuid.UUID, part: Part, wanted: _Wanted) -> list[Claimed]:
+        trial = wanted.trial
         only = None if trial is None else trial.destination
         held = self._pauses.held()
         if self._held - held:
@@ -351,8 +344,8 @@ class Lane:
                 token=token,
                 lease=self._lease,
                 limit=min(trial.limit, self._batch_size) if trial else self._batch_size,
-                ids=ids,
-                session_id=session_id,
+                ids=wanted.ids,
+                session_id=wanted.session_id,
                 floor=floor,
                 services=conf.get().services,
                 max_bytes=part.max_bytes,
@@ -361,7 +354,7 @@ class Lane:
                 but=held - {only},
             )
 
-        narrowed = ids is not None or session_id is not None or trial is not None
+        narrowed = any(one is not None for one in wanted)
         return claim(None) if narrowed else self._sweep.claim(claim)
 
     def _send(
