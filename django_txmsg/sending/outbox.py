@@ -115,30 +115,16 @@ def send_part(
     conversation: Mapping[str, str],
     *,
     correlation_id: str = "",
-    message_id: uuid.UUID | None = None,
-    key: str | None = None,
-    delay: dt.timedelta | None = None,
-    expires: dt.timedelta | None = None,
     using: str | None = None,
     broker: str = "default",
+    **more: Any,
 ) -> Message:
     """Store a message that belongs to a conversation of a flow. `conversation` has the
-    headers that identify the conversation.
-
-    Raises the errors of `send_message()`.
-    """
-    row = _new_message(
-        destination,
-        body,
-        headers={wire.CORRELATION_ID: correlation_id} if correlation_id else None,
-        message_id=message_id,
-        key=key,
-        delay=delay,
-        expires=expires,
-        broker=broker,
-    )
-    _join(row, conversation)
-    return _send([row], using)[0]
+    headers that identify the conversation; `more` are further arguments of
+    send_message(), whose errors this function raises."""
+    own = {wire.CORRELATION_ID: correlation_id} if correlation_id else None
+    given = {"destination": destination, "body": body, "headers": own, **more}
+    return send_parts([(given, conversation)], using=using, broker=broker)[0]
 
 
 def send_parts(
