@@ -172,14 +172,12 @@ class Settlement:
         stored = [row.id for row in found.stored]
         returned = [row.id for row in found.returned]
         if stored:
-            kept = self._fenced(len(stored), lambda: self._mark(stored))
+            self._fenced(len(stored), lambda: self._mark(stored))
             self._counts["dispatched"] += len(stored)
-            self._lost(len(stored) - kept)
         if returned:
-            kept = self._fenced(
+            self._fenced(
                 len(returned), lambda: self._outbox().release(returned, self._token)
             )
-            self._lost(len(returned) - kept)
         self._give_back_refused(found)
         for row, error in found.failed:
             self._refused(row, error)
@@ -203,7 +201,7 @@ class Settlement:
             def release(ids: list[int] = ids, words: str = words) -> int:
                 return self._outbox().release(ids, self._token, error=words)
 
-            self._lost(len(ids) - self._fenced(len(ids), release))
+            self._fenced(len(ids), release)
             self._counts["refused"] += len(ids)
 
     def _mark(self, stored: list[int]) -> int:
@@ -231,12 +229,11 @@ class Settlement:
                     )
             return kept
 
-        kept = self._fenced(1, bury)
-        self._counts["dead" if letter else "cancelled"] += kept
-        self._lost(1 - kept)
+        self._counts["dead" if letter else "cancelled"] += self._fenced(1, bury)
 
     def _fenced(self, count: int, statement: Callable[[], int]) -> int:
         """Run a statement that checks the token. Returns the number of changed rows.
+        Those of `count` rows that it has not changed belong to another relay now.
 
         A receipt must not be lost if the database is unavailable, so the statement is
         repeated until the lease has ended. After a repetition the number of changed
@@ -247,13 +244,16 @@ class Settlement:
         while True:
             try:
                 changed = statement()
-                return count if repeated else changed
             except AnyDatabaseError as error:
                 connection.close()
                 over = not self._lease.left or self._stop.is_set()
                 if over or in_block(connection) or not database_health.may_pass(error):
                     raise
                 log.info("retrying to record the broker's receipts: %s", error)
+            else:
+                kept = count if repeated else changed
+                self._lost(count - kept)
+                return kept
             self._stop.wait(min(pause, self._lease.left))
             pause, repeated = min(2 * pause, 2.0), True
 
@@ -265,14 +265,13 @@ class Settlement:
             self.bury(row, "rejected", str(error))
             return
         delay = decision.delay
-        kept = self._fenced(
+        self._fenced(
             1,
             lambda: self._outbox().reschedule(
                 row.id, self._token, delay=delay, error=str(error)[:2000]
             ),
         )
         self._counts["rejected"] += 1
-        self._lost(1 - kept)
         log.warning(
             "dispatch failed id=%s destination=%s attempt=%d next in %.1f s: %s",
             row.message_id,
