@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -143,11 +143,9 @@ class Consumer:
             for alias in self._settings.BROKERS
         }
         self.threads = [
-            self._stage_thread(stage, throttle, room, number)
+            thread
             for stage in map(prepared, stages)
-            for throttle in [self._throttle()]
-            for room in [Room(stage) if stage.ordered else None]
-            for number in range(_threads(stage, concurrency or stage.concurrency))
+            for thread in self._threads_of(stage, concurrency or stage.concurrency)
         ]
         self._named: dict[str, list[StageThread]] = {}
         for one in self.threads:
@@ -406,24 +404,22 @@ class Consumer:
                     stack,
                 )
 
-    def _throttle(self) -> Throttle:
+    def _threads_of(self, stage: Stage, wanted: int) -> Iterator[StageThread]:
         consume = self._settings.CONSUME
-        return Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE)
-
-    def _stage_thread(
-        self, stage: Stage, throttle: Throttle, room: Room | None, number: int
-    ) -> StageThread:
-        return StageThread(
-            stage,
-            worker=self._presence.name,
-            stop=self._stop,
-            breaker=self._breakers[stage.broker],
-            throttle=throttle,
-            activity=self._activity,
-            allowance=self.allowance,
-            room=room,
-            number=number,
-        )
+        throttle = Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE)
+        room = Room(stage) if stage.ordered else None
+        for number in range(_threads(stage, wanted)):
+            yield StageThread(
+                stage,
+                worker=self._presence.name,
+                stop=self._stop,
+                breaker=self._breakers[stage.broker],
+                throttle=throttle,
+                activity=self._activity,
+                allowance=self.allowance,
+                room=room,
+                number=number,
+            )
 
 
 def _record_options(stage: Stage, between: Callable[[], object]) -> bool:
