@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from django.db import connections, models
@@ -52,54 +53,17 @@ class QueueManager(SqlManager):
         limit: int,
         lease: float,
         room: Room | None = None,
-    ) -> list[tuple[int, str, bytes, int]]:
-        """Claim at most `limit` due messages of a queue, in order. `room` limits the
-        total size of their bodies. Without `room`, the claim takes at most
-        `claiming.MAX_BYTES`, or a single larger message.
-
-        Returns the id, headers as JSON, body and number of deliveries of each message.
-        """
-        return self._claim(queue, token, limit, lease, room or _whole_room())
-
-    def claim_by_priority(
-        self,
-        queue: str,
-        token: uuid.UUID,
-        *,
-        limit: int,
-        lease: float,
-        room: Room | None = None,
-    ) -> list[tuple[int, str, bytes, int]]:
-        """Claim due messages like `claim()`, but messages of higher priority first."""
-        room = room or _whole_room()
-        due = self.filter(queue=queue, available_at__lte=Now())
-        if not due.exclude(priority=0).exists():
-            return self._claim(queue, token, limit, lease, room)
-        found: list[tuple[int, str, bytes, int]] = []
-        # Each group is read by its index: ordinary rows need not be sorted to find the
-        # others.
-        for which, rank in (
-            ("c.priority > 0 AND c.priority <> 0", "priority"),
-            ("c.priority = 0", ""),
-            ("c.priority < 0 AND c.priority <> 0", "priority"),
-        ):
-            left = limit - len(found)
-            if left > 0:
-                found += self._claim(queue, token, left, lease, room, which, rank)
-                size = sum(len(body) for _, _, body, _ in found)
-                room = Room(max(0, room.total - size), 0) if found else room
-        return found
-
-    def _claim(
-        self,
-        queue: str,
-        token: uuid.UUID,
-        limit: int,
-        lease: float,
-        room: Room,
         which: str = "TRUE",
         rank: str = "",
     ) -> list[tuple[int, str, bytes, int]]:
+        """Claim at most `limit` due messages of a queue, in order. `room` limits the
+        total size of their bodies. Without `room`, the claim takes at most
+        `claiming.MAX_BYTES`, or a single larger message. `which` is a condition on the
+        rows. With `rank`, rows with the highest values of this column come first.
+
+        Returns the id, headers as JSON, body and number of deliveries of each message.
+        """
+        room = room or _whole_room()
         connection = connections[self.db]
         sql = claim_sql(
             connection,
@@ -133,6 +97,36 @@ class QueueManager(SqlManager):
             )
             for pk, headers, body, deliveries, _priority in rows
         ]
+
+    def claim_by_priority(
+        self,
+        queue: str,
+        token: uuid.UUID,
+        *,
+        limit: int,
+        lease: float,
+        room: Room | None = None,
+    ) -> list[tuple[int, str, bytes, int]]:
+        """Claim due messages like `claim()`, but messages of higher priority first."""
+        claim = partial(self.claim, queue, token, lease=lease)
+        room = room or _whole_room()
+        due = self.filter(queue=queue, available_at__lte=Now())
+        if not due.exclude(priority=0).exists():
+            return claim(limit=limit, room=room)
+        found: list[tuple[int, str, bytes, int]] = []
+        # Each group is read by its index: ordinary rows need not be sorted to find the
+        # others.
+        for which, rank in (
+            ("c.priority > 0 AND c.priority <> 0", "priority"),
+            ("c.priority = 0", ""),
+            ("c.priority < 0 AND c.priority <> 0", "priority"),
+        ):
+            left = limit - len(found)
+            if left > 0:
+                found += claim(limit=left, room=room, which=which, rank=rank)
+                size = sum(len(body) for _, _, body, _ in found)
+                room = Room(max(0, room.total - size), 0) if found else room
+        return found
 
     def extend(self, ids: Sequence[int], token: uuid.UUID, lease: float) -> None:
         """Extend the lease of messages to `lease` seconds from now."""
