@@ -18,7 +18,7 @@ import random
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from typing import Any
 
 from .broker_state import BrokerState, Split, StoredMessage
 from .conversation import Conversation
@@ -299,12 +299,7 @@ class ScriptedBroker(BrokerState):
         """Return the broker, which is already listening."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Stop the broker. Raises ``AssertionError`` if a client has violated STOMP."""
         try:
             self.close()
