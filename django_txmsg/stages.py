@@ -124,14 +124,9 @@ class Stage:
         """The stage's own redelivery policy, or the policy of the settings."""
         if self.redelivery is not None:
             return self.redelivery
-        given = conf.get().REDELIVERY
+        given = vars(conf.get().REDELIVERY)
         return RedeliveryPolicy(
-            max_redeliveries=given.MAX_REDELIVERIES,
-            initial_delay=given.INITIAL_DELAY,
-            backoff=given.BACKOFF,
-            max_delay=given.MAX_DELAY,
-            jitter=given.JITTER,
-            mode=given.MODE,
+            **{name.lower(): value for name, value in given.items()}
         )
 
     @property

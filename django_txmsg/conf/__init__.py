@@ -73,12 +73,19 @@ _POSITIVE = frozenset(
 )  # fmt: skip
 
 
+@lru_cache(maxsize=1)
 def get() -> Settings:
     """Return the current settings.
 
     Raises ConfigurationError, with the first error, if the settings are invalid.
     """
-    return _load()
+    found = problems()
+    if found:
+        raise ConfigurationError(
+            f"{found[0].path}: {found[0].message} {found[0].hint}".strip()
+        )
+    loaded: Settings = _build(Settings, getattr(django_settings, "TXMSG", {}))
+    return loaded
 
 
 def problems() -> list[Problem]:
@@ -100,7 +107,7 @@ def hide_passwords() -> None:
     if isinstance(lake, Mapping) and isinstance(lake.get("READER"), str):
         hidden["LAKE"] = {**lake, "READER": BrokerUrl(lake["READER"])}
     django_settings.TXMSG = hidden
-    _load.cache_clear()
+    get.cache_clear()
 
 
 def _hidden(entry: Any) -> Any:
@@ -109,20 +116,9 @@ def _hidden(entry: Any) -> Any:
     return entry
 
 
-@lru_cache(maxsize=1)
-def _load() -> Settings:
-    found = problems()
-    if found:
-        raise ConfigurationError(
-            f"{found[0].path}: {found[0].message} {found[0].hint}".strip()
-        )
-    loaded: Settings = _build(Settings, getattr(django_settings, "TXMSG", {}))
-    return loaded
-
-
 def _reset(*, setting: str, **_: object) -> None:
     if setting == "TXMSG":
-        _load.cache_clear()
+        get.cache_clear()
         hide_passwords()
 
 
