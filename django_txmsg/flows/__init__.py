@@ -63,25 +63,12 @@ __all__ = [
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    {
+    dict.fromkeys(__all__, ".values")
+    | {
         "AlreadyResumed": "..errors",
         "AlreadyRunning": "..errors",
-        "Answers": ".values",
-        "Ask": ".values",
-        "BatchEnded": ".values",
-        "Cancelled": ".values",
-        "Dead": ".values",
-        "Fail": ".values",
         "Flow": ".flow",
         "FlowView": ".starting",
-        "Gather": ".values",
-        "HandOver": ".values",
-        "Later": ".values",
-        "Next": ".values",
-        "Request": ".values",
-        "Sleep": ".values",
-        "TimedOut": ".values",
-        "Wait": ".values",
         "aask": ".starting",
         "ask": ".starting",
         "batch": ".starting",

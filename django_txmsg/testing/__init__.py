@@ -33,17 +33,13 @@ __all__ = [
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    {
+    dict.fromkeys(__all__, ".draining")
+    | {
         "ARTEMIS": ".profiles",
         "CLASSIC": ".profiles",
         "RABBITMQ": ".profiles",
-        "Drained": ".draining",
         "Profile": ".profiles",
         "ReceivedFrame": ".broker_state",
         "ScriptedBroker": ".scripted_broker",
-        "answers": ".draining",
-        "drain": ".draining",
-        "embedded": ".draining",
-        "outbox_messages": ".draining",
     },
 )
