@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
+from functools import partial
 
 from .. import conf
 from ..brokers import get_broker
@@ -30,22 +31,17 @@ class Subscription:
 
     def __init__(self, stage: Stage, breaker: Breaker) -> None:
         self._stage, self._breaker = stage, breaker
+        of_stage = partial(
+            Breaker,
+            stage.name,
+            conf.get().RELAY.BREAKER_MAX_PAUSE,
+            follows="the stage waits; its messages stay with the broker",
+            first_pause=AFTER_REFUSAL,
+        )
         #: The broker's error about this stage alone; other stages go on.
-        self.refused = Breaker(
-            stage.name,
-            conf.get().RELAY.BREAKER_MAX_PAUSE,
-            kind=SUBSCRIPTION,
-            follows="the stage waits; its messages stay with the broker",
-            first_pause=AFTER_REFUSAL,
-        )
+        self.refused = of_stage(kind=SUBSCRIPTION)
         #: Why the stage cannot send within the broker's transaction.
-        self.turned_away = Breaker(
-            stage.name,
-            conf.get().RELAY.BREAKER_MAX_PAUSE,
-            kind="the sending of stage",
-            follows="the stage waits; its messages stay with the broker",
-            first_pause=AFTER_REFUSAL,
-        )
+        self.turned_away = of_stage(kind="the sending of stage")
         self._prefetch = conf.get().CONSUME.PREFETCH
         self.session: Session | None = None
         #: The database in which the broker stores its messages, if it does.
