@@ -27,6 +27,7 @@ from ..errors import ConfigurationError, NewerCodeNeeded
 from ..models import Run
 from ..sending.destination import Destination
 from ..sending.outbox import send_part
+from ..sending.typed_name import TypedName
 from .values import Answers, Cancelled
 
 #: Most bytes of a run's state, as JSON.
@@ -99,6 +100,11 @@ class Declaration:
     def steps_name(self) -> str:
         """The destination of the messages that continue runs."""
         return self.name + STEPS
+
+    def address_of(self, step: Step) -> Any:
+        """Return the destination for the bodies that a step or a signal takes."""
+        name = self.steps_name
+        return name if step.takes_nothing else TypedName(name, step.annotation)
 
     @property
     def reads(self) -> Sequence[tuple[str, int]]:
@@ -186,8 +192,9 @@ class Declaration:
         headers: Mapping[str, str] | None = None,
         **more: Any,
     ) -> Message:
-        """Store the message that continues a run which waits under `turn`. `more` are
-        further arguments of send()."""
+        """Store the message that continues a run which waits under `turn`. If `headers`
+        ask for an answer, the answer continues the run instead. `more` are further
+        arguments of send()."""
         ticket = wire.ticket(run.run_id, turn)
         given = {**(headers or {}), wire.TICKET: ticket, wire.FLOW: str(run.first_run)}
         return self.send(body, given, correlation_id=run.correlation_id, **more)

@@ -313,13 +313,8 @@ class Going:
         run, turn = self.run, uuid.uuid4()
         match result:
             case Ask():
-                asked = self._send(
-                    result.destination,
-                    result.body,
-                    turn,
-                    result.key,
-                    expires=result.within,
-                )
+                more = {"key": result.key, "expires": result.within}
+                asked = self._send(result.destination, result.body, turn, **more)
                 self._keep_undos(list(self._undos_of(result, asked.id)))
                 run.wait(
                     WaitsFor.ANSWER,
@@ -346,12 +341,10 @@ class Going:
                 self._hop = 0
                 run.wait(WaitsFor.TIME, result.then, within=result.duration)
             case Later():
-                step = self.declared.step(result.then)
-                to: Any = self.declared.steps_name
-                if not step.takes_nothing:
-                    to = TypedName(to, step.annotation)
+                to = self.declared.address_of(self.declared.step(result.then))
                 run.wait(WaitsFor.ITSELF, result.then, turn=turn)
-                self._send(to, result.value, turn, None, replies=False)
+                headers = self._headers()
+                self.declared.continue_run(run, turn, result.value, headers, to=to)
             case HandOver():
                 self._hand_over(result)
             case Fail():
@@ -405,27 +398,15 @@ class Going:
         destination: Any,
         body: Any,
         turn: uuid.UUID,
-        key: str | None,
-        *,
-        replies: bool = True,
         undoes: str = "",
-        expires: dt.timedelta | None = None,
+        **more: Any,
     ) -> Message:
-        """Store a message with this run's ticket. With `replies`, the answer to the
-        message continues the run. Otherwise the message itself continues the run."""
-        given = self._headers()
-        given[wire.TICKET] = wire.ticket(self.run.run_id, turn)
+        """Store a message whose answer continues this run."""
+        given = {**self._headers(), wire.REPLY_TO: self.declared.steps_name}
         if undoes:
             given[wire.UNDOES] = undoes
-        if replies:
-            given[wire.REPLY_TO] = self.declared.steps_name
-        return self.declared.send(
-            body,
-            given,
-            to=destination,
-            correlation_id=self.run.correlation_id,
-            key=key,
-            expires=expires,
+        return self.declared.continue_run(
+            self.run, turn, body, given, to=destination, **more
         )
 
     def _headers(self) -> dict[str, str]:
@@ -591,7 +572,7 @@ class Going:
             undoes = str(wire.Undone(row.request_id, row.created_at, row.answered))
         turn, self._hop = uuid.uuid4(), 0
         body = Encoded(bytes(row.body), row.body_type)
-        sent = self._send(row.destination, body, turn, None, undoes=undoes)
+        sent = self._send(row.destination, body, turn, undoes)
         self.run.wait(
             WaitsFor.UNDO,
             self.run.step,
@@ -607,7 +588,7 @@ class Going:
         run.wait(WaitsFor.ITSELF, run.step, turn=turn, otherwise=run.step)
         argument = Encoded(run.answer.encode(), run.answer_type)
         run.answer = run.answer_type = ""
-        self._send(self.declared.steps_name, argument, turn, None, replies=False)
+        self.declared.continue_run(run, turn, argument, self._headers())
 
 
 #: The columns that a step writes, if they change.

@@ -23,7 +23,6 @@ from ..models.run import WaitsFor
 from ..sending import storing
 from ..sending.outbox import require_transaction
 from ..sending.scope import current_scope
-from ..sending.typed_name import TypedName
 from .declaration import Declaration, declarations
 from .values import Cancelled, deadline_id
 
@@ -101,7 +100,7 @@ def send_signal(
     declared.send(
         body,
         {wire.TICKET: f"{SIGNAL};{fitting[0].name};{at};{check_key(key)}"},
-        to=TypedName(declared.steps_name, fitting[0].annotation),
+        to=declared.address_of(fitting[0]),
         delay=delay,
     )
 
@@ -130,9 +129,6 @@ def resume(token: str, value: object = None) -> None:
     declared = declaration_of(run)
     taken = declared.step(run.step)
     insist_on_one_transaction(using, declared.steps_name)
-    destination = None
-    if not taken.takes_nothing:
-        destination = TypedName(declared.steps_name, taken.annotation)
     with transaction.atomic(using=using):
         # The update locks the row, as storing its time-out does.
         if not runs.filter(resumed_at=None).update(resumed_at=Now()):
@@ -140,7 +136,7 @@ def resume(token: str, value: object = None) -> None:
         stored = OutboxMessage.objects.using(using)
         if stored.filter(message_id=deadline_id(turn)).exists():
             raise AlreadyResumed(_RESUMED)
-        declared.continue_run(run, turn, value, to=destination)
+        declared.continue_run(run, turn, value, to=declared.address_of(taken))
 
 
 _RESUMED = (
