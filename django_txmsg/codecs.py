@@ -146,14 +146,9 @@ def _type_of(kind: Any) -> BodyType | None:
     except ConfigurationError:
         # A class that no codec handles is not an error here: JSON may support the
         # value, or refuse it.
-        if is_declared(kind):
+        if hasattr(kind, "__dataclass_fields__") or declaration(kind).name:
             raise
         return None
-
-
-def is_declared(kind: type) -> bool:
-    """Return whether the class is declared as a message type, or is a dataclass."""
-    return hasattr(kind, "__dataclass_fields__") or bool(declaration(kind).name)
 
 
 def forget() -> None:

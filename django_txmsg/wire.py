@@ -61,12 +61,6 @@ PROP = "txmsg-prop-"
 _NAMES = frozenset({REPLY_TO, TICKET, FLOW, HOP, UNDOES})
 
 
-def of_conversation(name: str) -> bool:
-    """Return whether this is one of the headers that all messages of a conversation
-    have."""
-    return name in _NAMES or name.startswith(PROP)
-
-
 def ticket(run_id: uuid.UUID, turn: uuid.UUID) -> str:
     """Return the ticket of a run and its current turn. A message with the ticket
     continues the run."""
@@ -95,7 +89,11 @@ def is_request(headers: Mapping[str, str]) -> bool:
 
 def conversation(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers of a message that belong to its conversation."""
-    found = {name: value for name, value in headers.items() if of_conversation(name)}
+    found = {
+        name: value
+        for name, value in headers.items()
+        if name in _NAMES or name.startswith(PROP)
+    }
     for name in (EXPIRES, JMS_REPLY_TO):
         if name in headers and is_request(headers):
             found[name] = headers[name]

@@ -238,15 +238,12 @@ class StageThread:
         except AnyDatabaseError as error:
             self._looking.after(error, self._stopping)
         except Exception:
-            self._report_ours()
+            if not self._stopping.is_set():
+                log.exception("stage %r: unexpected error; continuing", self.stage.name)
+                self._close()
+                self._stopping.wait(1.0)
         finally:
             self.busy_since = None
-
-    def _report_ours(self) -> None:
-        if not self._stopping.is_set():
-            log.exception("stage %r: unexpected error; continuing", self.stage.name)
-            self._close()
-            self._stopping.wait(1.0)
 
     @property
     def refusal(self) -> BaseException | None:

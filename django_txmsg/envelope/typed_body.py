@@ -91,11 +91,6 @@ class BodyType:
         """The class of the bodies, or `object` if they have no class."""
         return class_of(self.annotation) or object
 
-    @property
-    def is_typed_dict(self) -> bool:
-        """Whether the bodies are TypedDicts, which are plain dicts at run time."""
-        return issubclass(self.cls, dict)
-
     @cached_property
     def header(self) -> str:
         """The value of `txmsg-type` for sent bodies."""

@@ -45,7 +45,7 @@ class TypedName(Generic[Body]):
         fitting = [
             one
             for one in types
-            if isinstance(body, dict if one.is_typed_dict else one.cls)
+            if isinstance(body, dict if issubclass(one.cls, dict) else one.cls)
         ]
         if len(fitting) == 1:
             return fitting[0]
