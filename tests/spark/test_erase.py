@@ -12,6 +12,7 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg import wire
+from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.erase import (
     erase_rows,
@@ -77,9 +78,10 @@ def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> 
         [{"broker": "default", "destination": "d", "key": PERSON, "last_id": last,
           "last_at": 1}],
     )  # fmt: skip
-    assert messages_named(log.spec, [PERSON], []) == {str(last)}
+    connection = connect_plain(log.spec)
+    assert messages_named(connection, [PERSON], []) == {str(last)}
     one = str({"before": before, "last": last}[erased])
-    erase_rows(log.spec, "inbox", [one], dry_run=False)
+    erase_rows(connection, "inbox", [one], dry_run=False)
     found = log.rows(
         "SELECT waits_for, lease_token, due_at, headers FROM django_txmsg_inboxmessage"
     )
@@ -90,8 +92,9 @@ def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> 
         assert (waits_for, token, str(due_at)[:4] < "9000") == (None, None, True)
         headers = json.loads(headers) if isinstance(headers, str) else headers
         assert headers == {wire.KEY: PERSON, "a": "b"}
-    found = [erase_tails(log.spec, [PERSON], dry_run=dry) for dry in (True, False)]
+    found = [erase_tails(connection, [PERSON], dry_run=dry) for dry in (True, False)]
     assert found == [1, 1]
+    connection.close()
     assert log.count("django_txmsg_keytail") == 0
 
 
@@ -289,10 +292,12 @@ def test_queued_messages_and_task_results_are_erased(
           "created_at": LONG_AGO} for one in (keyed, other)],
     )  # fmt: skip
 
-    ids = sorted(messages_named(log.spec, [HOSTILE], [HOSTILE]))
+    connection = connect_plain(log.spec)
+    ids = sorted(messages_named(connection, [HOSTILE], [HOSTILE]))
     erased: dict[str, int] = {}
     for name in ("attempts", "inbox", "outbox"):
-        erased |= erase_rows(log.spec, name, ids, dry_run=False)
+        erased |= erase_rows(connection, name, ids, dry_run=False)
+    connection.close()
 
     assert ids == sorted(map(str, (keyed, correlated)))
     assert (erased["django_txmsg_queuemessage"], erased["django_txmsg_taskrun"]) == (

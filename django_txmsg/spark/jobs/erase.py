@@ -10,16 +10,17 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyspark.sql.functions as sf
-from pyspark.sql import Column, SparkSession
+from pyspark.sql import SparkSession
 from pyspark.sql import types as t
 
 from ... import wire
@@ -34,7 +35,7 @@ from ..lock import erasure, keeping
 from ..runs import Run, erasing
 from ..schemas import TABLES, arrow_schema, struct_of
 from ..source.snapshot import remove_left_copies
-from ..spec import JobSpec, LakeSpec, SourceSpec
+from ..spec import JobSpec, LakeSpec
 from ..storage import place_of
 from .outcome import Outcome, job_session
 from .settling import rewritten
@@ -57,75 +58,87 @@ _QUEUE, _INBOX = "django_txmsg_queuemessage", "django_txmsg_inboxmessage"
 _OUTBOX, _RUN = "django_txmsg_outboxmessage", "django_txmsg_run"
 #: The responses to requests with an Idempotency-Key.
 RESPONSES = "django_txmsg_idempotencykey"
+_TAILS = "django_txmsg_keytail"
 #: Most messages of a statement: in SQLite all other writers wait for it.
 _SLICE = 500
 
 
 def messages_named(
-    source: SourceSpec, keys: Sequence[str], correlation_ids: Sequence[str]
+    connection: Connection, keys: Sequence[str], correlation_ids: Sequence[str]
 ) -> set[str]:
     """Return the ids of a database's messages that have one of these keys or
     correlation ids. For a run of a flow with such a key or correlation id, the result
-    contains the id of the message that started the run."""
+    contains the id of the message that started the run.
+
+    A message in the queues of the embedded broker may have no outbox row here: it may
+    belong to another service, or its row may have been pruned.
+    """
+    named = [(one, '"key"', wire.KEY) for one in keys]
+    named += [(one, "correlation_id", wire.CORRELATION_ID) for one in correlation_ids]
     found: set[str] = set()
-    with closing(connect_plain(source)) as connection:
-        header = _header(connection, wire.KEY)
-        for value in keys:
-            found |= _queued(connection, wire.KEY, value)
-            for relation, column in (
-                ("django_txmsg_outboxmessage", '"key"'),
-                ("django_txmsg_stagedmessage", '"key"'),
-                ("django_txmsg_inboxmessage", header),
-                ("django_txmsg_deadletter", header),
+    for value, column, name in named:
+        header = _header(connection, name)
+        received = header if name == wire.KEY else column
+        for relation, of, where in (
+            (_OUTBOX, "message_id", column),
+            ("django_txmsg_stagedmessage", "message_id", column),
+            (_INBOX, "message_id", received),
+            ("django_txmsg_deadletter", "message_id", received),
+            (_RUN, "run_id", column),
+            (_QUEUE, _header(connection, wire.MESSAGE_ID), header),
+        ):
+            for (text,) in connection.rows(
+                f"SELECT {of} FROM {relation} WHERE {where} = %s", value
             ):
-                found |= _ids(connection, relation, column, value)
-            found |= _ids(connection, _RUN, '"key"', value, "run_id")
-        for value in correlation_ids:
-            found |= _queued(connection, wire.CORRELATION_ID, value)
-            for relation in (
-                "django_txmsg_outboxmessage", "django_txmsg_stagedmessage",
-                "django_txmsg_inboxmessage", "django_txmsg_deadletter",
-            ):  # fmt: skip
-                found |= _ids(connection, relation, "correlation_id", value)
-            found |= _ids(connection, _RUN, "correlation_id", value, "run_id")
+                with suppress(ValueError):  # of a sender that is none of ours
+                    found.add(str(uuid.UUID(str(text))))
     return found
 
 
 def erase_rows(
-    source: SourceSpec, name: str, ids: Sequence[str], *, dry_run: bool
+    connection: Connection, name: str, ids: Sequence[str], *, dry_run: bool
 ) -> dict[str, int]:
     """Delete the rows of these messages from the database tables that correspond to the
     lake's table `name`. In a dry run, only count them. Returns the number of rows by
     database table."""
     counts: dict[str, int] = {}
-    with closing(connect_plain(source)) as connection:
-        for relation in _RELATIONS.get(name, ()):
-            counts[relation] = 0
-            for start in range(0, len(ids), _SLICE):
-                where = _where(connection, relation, ids[start : start + _SLICE])
-                if dry_run:
-                    counts[relation] += connection.value(
-                        f"SELECT count(*) FROM {relation} WHERE {where}"
-                    )
-                else:
-                    counts[relation] += connection.execute(
-                        f"DELETE FROM {relation} WHERE {where}"
-                    )
-                    if relation == _INBOX:
-                        _let_go(connection, where)
+    for relation in _RELATIONS.get(name, ()):
+        counts[relation] = 0
+        for part in _slices(ids):
+            where = _where(connection, relation, part)
+            counts[relation] += _changed(connection, dry_run, relation, where)
+            if relation == _INBOX and not dry_run:
+                _let_go(connection, where)
     return counts
 
 
-def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> int:
+def erase_tails(connection: Connection, keys: Sequence[str], *, dry_run: bool) -> int:
     """Delete the relay's records of these keys, or count them in a dry run. After that,
     a later message with such a key has no predecessor."""
-    verb = "SELECT count(*)" if dry_run else "DELETE"
-    found = 0
-    with closing(connect_plain(source)) as connection:
-        ask = connection.value if dry_run else connection.execute
-        for key in keys:
-            found += ask(f'{verb} FROM django_txmsg_keytail WHERE "key" = %s', key)
-    return found
+    return sum(
+        _changed(connection, dry_run, _TAILS, '"key" = %s', [key]) for key in keys
+    )
+
+
+def _changed(
+    connection: Connection,
+    dry_run: bool,
+    relation: str,
+    where: str,
+    values: Sequence[Any] = (),
+    change: str = "",
+) -> int:
+    """Delete the rows that match a condition, or change them by the statement `change`.
+    In a dry run, only count them. Returns their number."""
+    if dry_run:
+        sql = f"SELECT count(*) FROM {relation} WHERE {where}"
+        return int(connection.value(sql, *values))
+    change = change or f"DELETE FROM {relation}"
+    return connection.execute(f"{change} WHERE {where}", *values)
+
+
+def _slices(ids: Sequence[str]) -> list[Sequence[str]]:
+    return [ids[start : start + _SLICE] for start in range(0, len(ids), _SLICE)]
 
 
 def _let_go(connection: Connection, erased: str) -> None:
@@ -144,84 +157,42 @@ def _let_go(connection: Connection, erased: str) -> None:
     )
 
 
-def sessions_of(source: SourceSpec, ids: Sequence[str]) -> set[str]:
+def sessions_of(connection: Connection, ids: Sequence[str]) -> set[str]:
     """Return the sessions (of HTTP requests) that stored these messages in a
     database."""
     found: set[str] = set()
-    with closing(connect_plain(source)) as connection:
-        for start in range(0, len(ids), _SLICE):
-            where = _where(connection, _OUTBOX, ids[start : start + _SLICE])
-            rows = connection.rows(
-                f"SELECT DISTINCT session_id FROM {_OUTBOX} WHERE {where}"
-                " AND session_id IS NOT NULL"
-            )
-            found |= {str(uuid.UUID(str(row[0]))) for row in rows}
+    for part in _slices(ids):
+        rows = connection.rows(
+            f"SELECT DISTINCT session_id FROM {_OUTBOX} WHERE"
+            f" {_where(connection, _OUTBOX, part)} AND session_id IS NOT NULL"
+        )
+        found |= {str(uuid.UUID(str(row[0]))) for row in rows}
     return found
 
 
 def erase_responses(
-    source: SourceSpec, sessions: Sequence[str], *, dry_run: bool
+    connection: Connection, sessions: Sequence[str], *, dry_run: bool
 ) -> int:
     """Empty the stored responses to the requests of these sessions. Returns their
     number. The idempotency keys stay, so no request is executed again."""
     count = 0
-    with closing(connect_plain(source)) as connection:
-        for start in range(0, len(sessions), _SLICE):
-            part = [uuid.UUID(one) for one in sessions[start : start + _SLICE]]
-            where = f"session_id IN ({', '.join(['%s'] * len(part))})"
-            where += " AND (body IS NOT NULL OR headers <> '[]')"
-            values = map(connection.given, part)
-            if dry_run:
-                count += connection.value(
-                    f"SELECT count(*) FROM {RESPONSES} WHERE {where}", *values
-                )
-            else:
-                count += connection.execute(
-                    f"UPDATE {RESPONSES} SET body = NULL, headers = '[]' WHERE {where}",
-                    *values,
-                )
+    change = f"UPDATE {RESPONSES} SET body = NULL, headers = '[]'"
+    for part in _slices(sessions):
+        where = f"session_id IN ({', '.join(['%s'] * len(part))})"
+        where += " AND (body IS NOT NULL OR headers <> '[]')"
+        values = [connection.given(uuid.UUID(one)) for one in part]
+        count += _changed(connection, dry_run, RESPONSES, where, values, change)
     return count
-
-
-def _ids(
-    connection: Connection,
-    relation: str,
-    column: str,
-    value: str,
-    of: str = "message_id",
-) -> set[str]:
-    rows = connection.rows(f"SELECT {of} FROM {relation} WHERE {column} = %s", value)
-    return {str(uuid.UUID(str(row[0]))) for row in rows}
-
-
-def _queued(connection: Connection, header: str, value: str) -> set[str]:
-    """Return the ids of the messages with this header value in the queues of the
-    embedded broker. Such a message may have no outbox row here: it may belong to
-    another service, or its row may have been pruned."""
-    rows = connection.rows(
-        f"SELECT {_header(connection, wire.MESSAGE_ID)} FROM {_QUEUE}"
-        f" WHERE {_header(connection, header)} = %s",
-        value,
-    )
-    return {known for (text,) in rows if (known := _id_of(text))}
-
-
-def _id_of(text: str | None) -> str:
-    try:
-        return str(uuid.UUID(text or ""))
-    except ValueError:
-        return ""  # of a sender that is none of ours
 
 
 def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
     # Literals of parsed ids, never of a user's text.
     texts = [str(uuid.UUID(one)) for one in ids]
-    if relation == _QUEUE:
-        listed = ", ".join(f"'{one}'" for one in texts)
-        return f"{_header(connection, wire.MESSAGE_ID)} IN ({listed})"
-    if connection.vendor == "sqlite":
+    if connection.vendor == "sqlite" and relation != _QUEUE:
         texts = [one.replace("-", "") for one in texts]
     listed = ", ".join(f"'{one}'" for one in texts)
+    if relation == _QUEUE:
+        return f"{_header(connection, wire.MESSAGE_ID)} IN ({listed})"
     if relation in _OF_A_RUN:
         # An open run is needed until it ends.
         ended = f"SELECT id FROM {_RUN} WHERE ended_at IS NOT NULL"
@@ -264,29 +235,19 @@ ORDER = (
 _REWRITTEN = struct_of("old string not null", FILE)
 
 
-@dataclass(frozen=True)
-class EraseOptions:
-    """The values that identify the messages to erase. Raises UsageError if no value is
-    given. An empty value is refused, too, because it would match all messages without a
-    key."""
-
-    message_ids: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    correlation_ids: tuple[str, ...] = ()
-    dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse options without values, before Spark starts."""
-        names = (*self.message_ids, *self.keys, *self.correlation_ids)
-        if not names:
-            raise UsageError(
-                "Which messages? Give --message-id, --key or --correlation-id."
-            )
-        if not all(names):
-            raise UsageError(
-                "An empty --key or --correlation-id selects no message. Is a "
-                "variable of your shell unset?"
-            )
+def _insist_on_a_selection(given: argparse.Namespace) -> None:
+    """Raise UsageError if no message is selected. An empty value is refused, too,
+    because it would match all messages without a key."""
+    names = [*given.message_id, *given.key, *given.correlation_id]
+    if not names:
+        raise UsageError(
+            "Which messages? Give --message-id, --key or --correlation-id."
+        )
+    if not all(names):
+        raise UsageError(
+            "An empty --key or --correlation-id selects no message. Is a "
+            "variable of your shell unset?"
+        )
 
 
 @dataclass
@@ -295,13 +256,13 @@ class Erased:
     run, nothing is erased, and these are the numbers that a real run would erase."""
 
     messages: int
-    database: dict[str, int]
-    lake: dict[str, int]
+    database: Counter[str] = field(default_factory=Counter)
+    lake: Counter[str] = field(default_factory=Counter)
     files: int = 0
 
 
 def run_erase(
-    spark: SparkSession, spec: JobSpec, options: EraseOptions, run: Run
+    spark: SparkSession, spec: JobSpec, given: argparse.Namespace, run: Run
 ) -> Erased:
     """Erase messages from the databases of all specified services, and from their parts
     of the lake. Raises EnvironmentFault while an archive, a `reconcile` or a replay
@@ -312,6 +273,7 @@ def run_erase(
         with suppress(NoLake):
             lake = Lake(spec.lake)
     with ExitStack() as stack:
+        databases: list[Connection] = []
         for source in spec.services:
             for table in TABLES.values():
                 ledger = stack.enter_context(closing(Ledger(source, table)))
@@ -321,90 +283,78 @@ def run_erase(
             stack.enter_context(keeping(connection, source))
             # No replay may store a message again that it has read before.
             stack.enter_context(erasure(connection, source))
-        chosen = _chosen(spark, spec.services, lake, options)
+            databases.append(connection)
+        services = [one.service for one in spec.services]
+        chosen = {str(one) for one in given.message_id}
+        if given.key or given.correlation_id:
+            for connection in databases:
+                chosen |= messages_named(connection, given.key, given.correlation_id)
+            chosen |= _named_in(lake, spark, services, given) if lake else set()
         ids = sorted(stack.enter_context(erasing(spec.services, run, chosen)))
-        done = Erased(len(ids), {}, {})
-        sessions = _sessions(spark, spec.services, lake, ids)
-        done.database[RESPONSES] = sum(
-            erase_responses(source, sessions, dry_run=options.dry_run)
-            for source in spec.services
-        )
+        done = Erased(len(ids))
+        sessions = _sessions_in(lake, spark, services, ids) if lake and ids else set()
+        sessions = sessions.union(*(sessions_of(one, ids) for one in databases))
+        for connection in databases:
+            done.database[RESPONSES] += erase_responses(
+                connection, sorted(sessions), dry_run=given.dry_run
+            )
         for name in ORDER:
-            for source in spec.services:
+            for service, connection in zip(services, databases, strict=True):
                 if lake is not None:
-                    _from_lake(spark, lake, name, source, ids, options, done)
-                rows = erase_rows(source, name, ids, dry_run=options.dry_run)
-                for table_name, count in rows.items():
-                    found = done.database.get(table_name, 0)
-                    done.database[table_name] = found + count
-    done.database["django_txmsg_keytail"] = sum(
-        erase_tails(source, options.keys, dry_run=options.dry_run)
-        for source in spec.services
-    )
-    run.rows = sum(done.database.values()) + sum(done.lake.values())
+                    _from_lake(spark, lake, name, service, ids, given.dry_run, done)
+                done.database.update(
+                    erase_rows(connection, name, ids, dry_run=given.dry_run)
+                )
+        for connection in databases:
+            done.database[_TAILS] += erase_tails(
+                connection, given.key, dry_run=given.dry_run
+            )
+    run.rows = done.database.total() + done.lake.total()
     run.counts = dict(done.__dict__)
     return done
 
 
-def _chosen(
-    spark: SparkSession,
-    services: Sequence[SourceSpec],
-    lake: Lake | None,
-    options: EraseOptions,
+def _named_in(
+    lake: Lake, spark: SparkSession, services: Sequence[str], given: argparse.Namespace
 ) -> set[str]:
-    """Return the ids of all selected messages, in the databases and in the lake."""
-    ids = {one.lower() for one in options.message_ids}
-    if not (options.keys or options.correlation_ids):
-        return ids
-    for source in services:
-        ids |= messages_named(source, options.keys, options.correlation_ids)
-    if lake is None:
-        return ids
-    correlated = sf.col("correlation_id").isin(*options.correlation_ids)
+    """Return the ids of the messages in the lake that have one of the given keys or
+    correlation ids."""
+    correlated = sf.col("correlation_id").isin(*given.correlation_id)
+    keyed = sf.col("key").isin(*given.key)
     header = sf.get_json_object("headers", f"$['{wire.KEY}']")
-    named: dict[str, Column] = {
-        "outbox": correlated | sf.col("key").isin(*options.keys),
+    ids: set[str] = set()
+    for name, condition in {
+        "outbox": correlated | keyed,
         "inbox": correlated,
-        "dead_letters": correlated | header.isin(*options.keys),
-        "flow_runs": correlated | sf.col("key").isin(*options.keys),
-    }
-    own = [one.service for one in services]
-    for name, condition in named.items():
+        "dead_letters": correlated | header.isin(*given.key),
+        "flow_runs": correlated | keyed,
+    }.items():
         place = lake.table(name, TABLES[name].lake_struct())
-        rows = place.read(spark, services=own).where(condition)
+        rows = place.read(spark, services=services).where(condition)
         found = rows.select("message_id").distinct().collect()
         ids |= {row["message_id"] for row in found}
     return ids
 
 
-def _sessions(
-    spark: SparkSession,
-    services: Sequence[SourceSpec],
-    lake: Lake | None,
-    ids: Sequence[str],
-) -> list[str]:
-    """Return the sessions that stored the messages. The responses to the requests of
-    these sessions may contain personal data."""
-    found: set[str] = set()
-    for source in services:
-        found |= sessions_of(source, ids)
-    if lake is not None and ids:
-        place = lake.table("outbox", TABLES["outbox"].lake_struct())
-        own = [one.service for one in services]
-        named = spark.createDataFrame([(one,) for one in ids], "message_id string")
-        rows = place.read(spark, services=own).where("session_id IS NOT NULL")
-        rows = rows.join(sf.broadcast(named), "message_id", "left_semi")
-        found |= {row[0] for row in rows.select("session_id").distinct().collect()}
-    return sorted(found)
+def _sessions_in(
+    lake: Lake, spark: SparkSession, services: Sequence[str], ids: Sequence[str]
+) -> set[str]:
+    """Return the sessions that stored these messages, from the lake. The responses to
+    the requests of these sessions may contain personal data."""
+    place = lake.table("outbox", TABLES["outbox"].lake_struct())
+    named = spark.createDataFrame([(one,) for one in ids], "message_id string")
+    rows = place.read(spark, services=services).where("session_id IS NOT NULL")
+    rows = rows.join(sf.broadcast(named), "message_id", "left_semi")
+    return {row[0] for row in rows.select("session_id").distinct().collect()}
 
 
 def _from_lake(
     spark: SparkSession,
     lake: Lake,
     name: str,
-    source: SourceSpec,
+    service: str,
     ids: Sequence[str],
-    options: EraseOptions,
+    dry_run: bool,
     done: Erased,
 ) -> None:
     """Rewrite the files that contain rows of these messages.
@@ -414,25 +364,32 @@ def _from_lake(
     make room on a full disk, and after it, to delete the replaced files.
     """
     place = lake.table(name, t.StructType([]))
-    if not options.dry_run:
-        _remove_unnamed(place, source.service)
+    if not dry_run:
+        _remove_unnamed(place, service)
     delta = place.load()
     if delta is None:
         return
-    named = place.named(delta, source.service)
-    fresh = _rewritten(spark, lake.spec, place, named, ids, options.dry_run)
-    old = list(fresh)
-    erased = sum(one.rows for one in old) - sum(one.rows for one in fresh.values())
-    done.lake[name] = done.lake.get(name, 0) + erased
-    done.files += len(old)
-    if old and not options.dry_run:
+    named = {one.path: one for one in place.named(delta, service)}
+    fresh: dict[LakeFile, LakeFile] = {}
+    if named and ids:
+        token = str(uuid.uuid4())
+        task = partial(_rewrite, lake.spec, name, ids, dry_run, token)
+        with place.discarding(service, [token]):
+            found = spread(spark, task, [*named.values()], _REWRITTEN).collect()
+        for row in found:
+            old = named[row.old]
+            fresh[old] = LakeFile.reported(row, service, old.batches)
+    erased = sum(old.rows - new.rows for old, new in fresh.items())
+    done.lake[name] += erased
+    done.files += len(fresh)
+    if fresh and not dry_run:
         place.commit(
             delta,
             [one for one in fresh.values() if one.rows],
-            replaced=old,
-            metadata={"erased": erased, "touched": touched(old)},
+            replaced=fresh,
+            metadata={"erased": erased, "touched": touched(fresh)},
         )
-        _remove_unnamed(place, source.service)
+        _remove_unnamed(place, service)
 
 
 def _remove_unnamed(place: LakeTable, service: str) -> None:
@@ -441,81 +398,47 @@ def _remove_unnamed(place: LakeTable, service: str) -> None:
         place.files.delete_file(path)
 
 
-def _rewritten(
-    spark: SparkSession,
+def _rewrite(
     lake: LakeSpec,
-    place: LakeTable,
-    named: Sequence[LakeFile],
+    name: str,
     ids: Sequence[str],
     dry_run: bool,
-) -> dict[LakeFile, LakeFile]:
-    """Return the files with rows of these messages, each with the file that replaces
-    it."""
-    if not named or not ids:
-        return {}
-    token = str(uuid.uuid4())
-    task = EraseTask(lake, place.name, ids, dry_run, token)
-    with place.discarding(named[0].service, [token]):
-        found = spread(spark, task, named, _REWRITTEN).collect()
-    by_path = {one.path: one for one in named}
-    pairs = [(by_path[row.old], row) for row in found]
-    return {old: LakeFile.reported(row, old.service, old.batches) for old, row in pairs}
+    token: str,
+    files: Iterator[LakeFile],
+) -> Iterator[pa.RecordBatch]:
+    """Search files for the messages, and rewrite the files that contain any. Yield the
+    new files, whose names begin with `token`. Executors run this function."""
+    place = LakeTable(place_of(lake), name, t.StructType([]))
+    names = _IDS.get(name, _ID)
+    wanted = pa.array(ids, pa.string())
 
+    def erased(batch: pa.RecordBatch) -> Any:
+        return reduce(pc.or_, [pc.is_in(batch.column(one), wanted) for one in names])
 
-@dataclass
-class EraseTask:
-    """The function that executors run. It rewrites the files that contain messages to
-    erase."""
+    def kept(batch: pa.RecordBatch) -> pa.RecordBatch:
+        return batch.filter(pc.invert(erased(batch)))
 
-    lake: LakeSpec
-    name: str
-    ids: Sequence[str]
-    dry_run: bool
-    token: str
-    """The beginning of the new files' names."""
-
-    def __call__(self, files: Iterator[LakeFile]) -> Iterator[pa.RecordBatch]:
-        """Search files for the messages, and rewrite the files that contain any. Yield
-        the new files."""
-        place = LakeTable(place_of(self.lake), self.name, t.StructType([]))
-        names = _IDS.get(self.name, _ID)
-        for file in files:
-            rows = 0
-            for batch in rows_of(place.files, f"{place.root}/{file.path}", names):
-                rows += pc.sum(self._erased(batch)).as_py() or 0
-            if not rows:
-                continue
-            fresh = LakeFile("", file.service, file.day, 0, file.rows - rows)
-            if not self.dry_run:
-                # Another attempt of this task may have written the same rows.
-                name = f"{self.token}-{uuid.uuid4()}"
-                fresh = next(iter(rewritten(place, [file], name, self._kept)), fresh)
-            yield pa.RecordBatch.from_pylist(
-                [fresh.report() | {"old": file.path}], schema=arrow_schema(_REWRITTEN)
-            )
-
-    def _kept(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return batch.filter(pc.invert(self._erased(batch)))
-
-    def _erased(self, batch: pa.RecordBatch) -> Any:
-        """Return a mask of the batch: true for each row of a message to erase."""
-        wanted = pa.array(self.ids, pa.string())
-        names = _IDS.get(self.name, _ID)
-        columns = [batch.column(one) for one in names]
-        return reduce(pc.or_, [pc.is_in(one, wanted) for one in columns])
+    for file in files:
+        batches = rows_of(place.files, f"{place.root}/{file.path}", names)
+        rows = sum(erased(batch).true_count for batch in batches)
+        if not rows:
+            continue
+        fresh = LakeFile("", file.service, file.day, 0, file.rows - rows)
+        if not dry_run:
+            # Another attempt of this task may have written the same rows.
+            unique = f"{token}-{uuid.uuid4()}"
+            fresh = next(iter(rewritten(place, [file], unique, kept)), fresh)
+        yield pa.RecordBatch.from_pylist(
+            [fresh.report() | {"old": file.path}], schema=arrow_schema(_REWRITTEN)
+        )
 
 
 def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Erase messages, and return a summary with the numbers of rows. Raises
     PipelineError."""
-    options = EraseOptions(
-        message_ids=tuple(map(str, given.message_id)),
-        keys=tuple(given.key),
-        correlation_ids=tuple(given.correlation_id),
-        dry_run=given.dry_run,
-    )
+    _insist_on_a_selection(given)
     with job_session(given) as spark:
-        done = run_erase(spark, spec, options, run)
+        done = run_erase(spark, spec, given, run)
     would = "would be " if given.dry_run else ""
     lines = [f"{done.messages:,} messages are selected."]
     for where, counts in (("database", done.database), ("lake", done.lake)):
