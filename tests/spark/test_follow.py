@@ -262,9 +262,9 @@ def test_alert_is_delivered_at_its_beginning_and_end(log: Log, lake: LakeSpec) -
         log.execute("DELETE FROM django_txmsg_deadletter")
         third, over = round_of(log, lake, taking.url, options)
 
-    assert sorted(one.name for one in first.firing) == ["dead_letters", "lag"]
-    assert [one.name for one in second.firing] == ["dead_letters", "lag"]
-    assert third.firing == []
+    assert sorted(one.name for one in first.telling.firing) == ["dead_letters", "lag"]
+    assert [one.name for one in second.telling.firing] == ["dead_letters", "lag"]
+    assert third.telling.firing == []
     assert [(one["alert"], one["status"]) for one in taking.taken] == [
         ("dead_letters", "firing"), ("lag", "firing"),
         ("dead_letters", "resolved"), ("lag", "resolved"),
@@ -476,7 +476,7 @@ def test_a_concurrent_archive_is_not_reported_as_a_lake_outage(
             return bool(counts.get("rounds", 0) > 2)
 
         wait_until(several, deadline=60)
-        firing = list(follower.firing)
+        firing = list(follower.telling.firing)
     try:
         wait_until(lambda: log.count() == 0, deadline=60)
     finally:
@@ -932,7 +932,7 @@ def test_the_last_verify_decides_about_its_alert(
               "started_at": now - timedelta(days=days)}],
         )  # fmt: skip
     follower, _ = round_of(log, lake)
-    found = [one.summary for one in follower.firing if one.name == "verify"]
+    found = [one.summary for one in follower.telling.firing if one.name == "verify"]
     assert len(found) == bool(summary)
     assert all(one.startswith(summary) for one in found)
 

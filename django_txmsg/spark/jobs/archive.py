@@ -14,6 +14,7 @@ import argparse
 import datetime as dt
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
@@ -26,7 +27,7 @@ from ..connection import Connection, Held
 from ..engine import on_one_machine, parallelism, spread
 from ..errors import UsageError
 from ..lakefile import LakeFile
-from ..ledger import Batch, Different, Horizon, Ledger
+from ..ledger import Batch, Different, Ledger
 from ..progress import Progress, Step, no_step
 from ..runs import Run
 from ..schemas import TABLES, Table
@@ -98,11 +99,11 @@ class ArchiveResult:
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     held: Held = field(default_factory=lambda: Held(0))
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def spent(self, step: str, since: float) -> None:
         """Add the time since `since` to the seconds of a step."""
-        self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - since
+        self.seconds[step] += time.monotonic() - since
 
 
 #: Most batches that are planned before the first of them is in the lake.
@@ -145,40 +146,40 @@ class Archiver:
                 self.settling = Settling(self.log, self.ledger, self.on_step)
                 if self.mark.purged_through < self.log.last:
                     self._resume()
-                now, horizon = self.ledger.clock()
-                cutoff = now - self.options.older_than
-                self.progress.start(self.ledger.waiting(cutoff, horizon))
+                now, self.horizon = self.ledger.clock()
+                self.cutoff = now - self.options.older_than
+                self.progress.start(self.ledger.waiting(self.cutoff, self.horizon))
                 with (
                     self.log.place.discarding(self.source.service, self.unnamed),
                     ThreadPoolExecutor(max_workers=1) as beside,
                 ):
-                    self._work(cutoff, horizon, beside)
+                    self._work(beside)
                 if self.mark.purged_through < self.log.last:
                     self._advance(self.log.last)
                 if self.result.rows and self.options.vacuum:
                     self.ledger.vacuum()
-                self.result.held = self.ledger.held(cutoff, self.ledger.clock()[1])
+                horizon = self.ledger.clock()[1]
+                self.result.held = self.ledger.held(self.cutoff, horizon)
         finally:
             self.ledger.close()
             self.progress.stop()
         return self.result
 
-    def _work(
-        self, cutoff: dt.datetime, horizon: Horizon | None, beside: ThreadPoolExecutor
-    ) -> None:
+    def _work(self, beside: ThreadPoolExecutor) -> None:
         """Archive the batches in waves. With `overlap`, the files of the next wave are
         written while the rows of the current wave are deleted. Log entries for the new
         files are added only after the current wave is complete. If the run is killed
         before that, `sweep` removes these files later."""
         ahead: Future[list[Row]] | None = None
-        wave = self._planned(-(2**62), cutoff, horizon)
+        wave = self._planned(-(2**62))
         while wave:
             self.on_step("planned")
             manifest = self._write(wave) if ahead is None else ahead.result()
-            written = self._commit(self._written(wave, manifest))
+            written = self._written(wave, manifest)
+            self._commit(written)
             after, last, ahead = wave[-1].last_id, self.log.last, None
             if self.options.overlap and self.source.vendor != "sqlite":
-                wave = self._planned(after, cutoff, horizon)
+                wave = self._planned(after)
                 ahead = beside.submit(self._write_ahead, wave) if wave else None
             self._purge(written)
             if ahead is not None and self.log.last != last:
@@ -186,7 +187,7 @@ class Archiver:
                 wait([ahead])
                 ahead = None
             if ahead is None:
-                wave = self._planned(after, cutoff, horizon)
+                wave = self._planned(after)
 
     def _resume(self) -> None:
         """Settle the log's batches above the mark. There are three possible reasons for
@@ -234,17 +235,14 @@ class Archiver:
     def _writers(self) -> int:
         return self.options.tasks or tasks_on(self.spark)
 
-    def _planned(
-        self, after: int, cutoff: dt.datetime, horizon: Horizon | None
-    ) -> list[Batch]:
+    def _planned(self, after: int) -> list[Batch]:
         started = time.monotonic()
         wave: list[Batch] = []
         number = self.log.last
         while len(wave) < self._wave():
             number += 1
-            batch = self.ledger.plan(
-                number, after, self.options.batch_rows, cutoff, horizon
-            )
+            rows = self.options.batch_rows
+            batch = self.ledger.plan(number, after, rows, self.cutoff, self.horizon)
             if batch is None:
                 break
             wave.append(batch)
@@ -280,30 +278,24 @@ class Archiver:
     ) -> list[Written]:
         """Return the batches with their files, as described in the manifest."""
         for one in {row.batch_id: row for row in manifest}.values():
-            for step in ("write", "proof"):
-                name = f"task {step}"
-                spent = self.result.seconds.get(name, 0.0)
-                self.result.seconds[name] = spent + one[f"{step}_seconds"]
+            self.result.seconds["task write"] += one.write_seconds
+            self.result.seconds["task proof"] += one.proof_seconds
         self.on_step("written")
         written = []
         for batch in batches:
             rows = [row for row in manifest if row.batch_id == batch.number]
             if rows:
-                files = [
-                    LakeFile.reported(
-                        row, self.source.service, (batch.number, batch.number)
-                    )
-                    for row in rows
-                ]
+                own, service = (batch.number, batch.number), self.source.service
+                files = [LakeFile.reported(row, service, own) for row in rows]
                 total = sum(one.rows for one in files)
                 written.append(Written(batch, files, total, int(rows[0].checksum)))
         return written
 
-    def _commit(self, written: Sequence[Written]) -> list[Written]:
+    def _commit(self, written: Sequence[Written]) -> None:
         """Add one log entry for each batch. From then on, its files belong to the
         lake."""
         if not written:
-            return []
+            return
         started = time.monotonic()
         if not self.mark.lake_id:
             self.log.place.ensure()
@@ -321,7 +313,6 @@ class Archiver:
             self.on_step("committed")
             self.progress.say(f"batch {one.batch.number} is in the lake")
         self.result.spent("commit", started)
-        return list(written)
 
     def _purge(self, written: Sequence[Written]) -> None:
         """Delete from the database the rows of batches that the lake contains. The
@@ -334,17 +325,17 @@ class Archiver:
             group = written[start : start + side_by_side]
             with ThreadPoolExecutor(max_workers=side_by_side) as pool:
                 before: Future[bool] | None = None
-                purges = []
-                for place, one in enumerate(group):
-                    through = group[place - 1].batch.number if place else None
+                through, purges = self.mark.purged_through, []
+                for one in group:
                     before = pool.submit(self._purge_one, one, through, before)
                     purges.append(before)
+                    through = one.batch.number
                 for one, purge in zip(group, purges, strict=True):
                     self._purged(one, purge.result())
         self.result.spent("purge", started)
 
     def _purge_one(
-        self, one: Written, through: int | None, before: Future[bool] | None
+        self, one: Written, through: int, before: Future[bool] | None
     ) -> bool:
         """Delete a batch's rows in one transaction, and return True. Return False
         without deleting if a row has changed, or if the previous batch was not deleted.
@@ -352,13 +343,12 @@ class Archiver:
         the rows in small slices instead."""
         if self.source.vendor == "sqlite":
             return False  # in slices: every other writer waits for us
-        mark = self.mark.purged_through if through is None else through
 
         def advance(connection: Connection) -> None:
             if before is not None and not before.result():
                 raise Different
             self.ledger.marks.advance(
-                self.mark.lake_id, mark, one.batch.number, one.rows, connection
+                self.mark.lake_id, through, one.batch.number, one.rows, connection
             )
             self.on_step("purging")
 
@@ -388,22 +378,19 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
     LostBatches if the lake has lost batches."""
     source, lake = spec.service(), spec.lake_spec()
     chosen = ages(spec, given)
-    outcome = Outcome()
     if given.dry_run:
         if not given.accept_loss:
             is_mounted(replace(spec, services=(source,)))
-        for name, age in chosen.items():
-            run.counts[name], held = waiting(source, TABLES[name], age)
-            if run.counts[name]:
-                outcome.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
-            _tell_held(name, held, given.stuck_after, run, outcome)
-        run.rows = sum(run.counts.values())
-        return outcome
+        return would_move(source, chosen, given.stuck_after, run)
+    outcome = Outcome()
     refused: list[str] = []
     seconds: dict[str, dict[str, float]] = {}
     start = Progress.on_terminal("archive", quiet=given.json)
     with _engine(source, chosen, given, start) as spark:
         outcome.facts["engine"] = "local" if spark is None else "spark"
+        overlap = given.overlap
+        if overlap is None:
+            overlap = spark is not None and not on_one_machine(spark)
         for name, age in chosen.items():
             archiver = Archiver(
                 spark,
@@ -412,7 +399,7 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
                 TABLES[name],
                 options_of(
                     ArchiveOptions, given, older_than=age, vacuum=not given.no_vacuum,
-                    overlap=_overlaps(given, spark),
+                    overlap=overlap,
                 ),
                 progress=Progress.on_terminal(f"archive {name}", quiet=given.json),
             )  # fmt: skip
@@ -457,12 +444,21 @@ def _engine(
         yield spark
 
 
-def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
-    """Return whether to delete the rows of one wave while the next wave is written. The
-    default is True if the writers run on other machines, and False otherwise."""
-    if given.overlap is not None:
-        return bool(given.overlap)
-    return spark is not None and not on_one_machine(spark)
+def would_move(
+    source: SourceSpec,
+    chosen: Mapping[str, dt.timedelta],
+    stuck_after: dt.timedelta,
+    run: Run,
+) -> Outcome:
+    """Return a summary of the rows that an archive would move now."""
+    outcome = Outcome()
+    for name, age in chosen.items():
+        run.counts[name], held = waiting(source, TABLES[name], age)
+        if run.counts[name]:
+            outcome.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
+        _tell_held(name, held, stuck_after, run, outcome)
+    run.rows = sum(run.counts.values())
+    return outcome
 
 
 def _tell_held(

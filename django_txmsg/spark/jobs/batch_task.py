@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark import TaskContext
 from pyspark.sql import Row
 
 from ..databases import Database, Read
@@ -21,6 +20,7 @@ from ..lakefile import FILE, DayFiles, prove
 from ..ledger import Batch
 from ..schemas import Column, Table, arrow_schema, struct_of
 from ..spec import LakeSpec
+from ..staging import attempt_key
 from ..storage import place_of
 
 MANIFEST = struct_of(
@@ -55,13 +55,11 @@ class BatchTask:
     def _one(self, read: Read, batch: Batch, where: str) -> pa.RecordBatch:
         columns = kept_columns(self.table, self.lake)
         place = place_of(self.lake)
-        files, root = place.files, place.root
-        context = TaskContext.get()
-        task = context.taskAttemptId() if context else 0
+        files, root = place.files, f"{place.root}/{self.table.name}"
         started = time.monotonic()
         days = DayFiles(
-            files, f"{root}/{self.table.name}", self.service, self.table.clock,
-            f"{batch.token}-{task}",
+            files, root, self.service, self.table.clock,
+            f"{batch.token}-{attempt_key()}",
             lambda rows: _with_outcome(rows, self.table, batch.number), place.insist,
         )  # fmt: skip
         for rows in read(self.table, columns, where):
@@ -70,7 +68,7 @@ class BatchTask:
         wrote = time.monotonic()
         checksum = 0
         if self.prove:
-            proof = prove(files, f"{root}/{self.table.name}", written, columns)
+            proof = prove(files, root, written, columns)
             if proof.rows != days.rows:
                 raise VerificationRefused(
                     f"Batch {batch.number}: {days.rows} rows read, {proof.rows} "

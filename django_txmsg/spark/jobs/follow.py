@@ -14,15 +14,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...webhook import KEY_VARIABLE, NoWebhook, Webhook
 from .. import alerts
-from ..alerts import Alert, Alerts, Telling
+from ..alerts import Alerts, Telling
 from ..batchlog import is_mounted
 from ..connection import Connection, connect_plain
 from ..errors import UsageError
@@ -34,7 +34,7 @@ from ..schemas import TABLES
 from ..session import SparkProcess
 from ..spec import JobSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
-from .archive import ArchiveOptions, Archiver, ages, waiting
+from .archive import ArchiveOptions, Archiver, ArchiveResult, ages, would_move
 from .outcome import Outcome, options_of
 from .sweep import SweepOptions, run_sweep
 
@@ -163,16 +163,6 @@ class Stopped(Exception):
     """Raised between two steps of a round when `follow` is stopped."""
 
 
-@dataclass
-class Round:
-    """The result of archiving in one round."""
-
-    rows: dict[str, int] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
-    held: str = ""
-    held_seconds: float = 0.0
-
-
 class Follower:
     """Follows the database of one service. `on_step` is called between the steps of an
     archive. `say` prints a line on the terminal."""
@@ -202,11 +192,6 @@ class Follower:
         self._counted: set[object] = set()
         self._waiting = self._busy = False
 
-    @property
-    def firing(self) -> list[Alert]:
-        """The alerts that were firing at the last delivery."""
-        return self.telling.firing
-
     def work(self) -> None:
         """Run rounds until stopped, or only one round if `once` is true. Raises
         UsageError. Other errors are raised only if `once` is true. Otherwise, `follow`
@@ -216,22 +201,13 @@ class Follower:
                 try:
                     self._spell()
                     return
-                except UsageError:
-                    raise
-                except Taken:
-                    if self.options.once:
-                        raise
-                    self._database_back()
-                    if not self._waiting:
-                        self.say("Another process follows this database: standing by.")
-                    self._waiting = True
-                    self.stop.wait(min(30.0, self.options.every.total_seconds()))
                 except Exception as error:
-                    if self.options.once:
+                    if self.options.once or isinstance(error, UsageError):
                         raise
-                    if self.stop.is_set():
-                        return
-                    self._database_away(error)
+                    if isinstance(error, Taken):
+                        self._stand_by()
+                    elif not self.stop.is_set():
+                        self._database_away(error)
         finally:
             self.beside.stop()
 
@@ -256,6 +232,13 @@ class Follower:
                     return
                 connection.value("SELECT 1")  # holds our lock
 
+    def _stand_by(self) -> None:
+        self._database_back()
+        if not self._waiting:
+            self.say("Another process follows this database: standing by.")
+        self._waiting = True
+        self.stop.wait(min(30.0, self.options.every.total_seconds()))
+
     def _database_back(self) -> None:
         self.database.over()
         self.telling.database_is_back()
@@ -270,7 +253,7 @@ class Follower:
         self.stop.wait(self.database.pause)
 
     def _round(self, connection: Connection, run: Run) -> None:
-        found = Round()
+        found: dict[str, ArchiveResult] = {}
         try:
             self._archive(found)
             self._sweep(connection)
@@ -293,24 +276,24 @@ class Follower:
         else:
             self.store.over()
             self._busy = False
-        run.rows += sum(found.rows.values())
+        refused = [line for done in found.values() for line in done.refused]
+        rows = {name: done.rows for name, done in found.items()}
+        run.rows += sum(rows.values())
         counts = run.counts
-        counts["rounds"] = counts.get("rounds", 0) + 1
-        for name, rows in found.rows.items():
-            counts[name] = counts.get(name, 0) + rows
-        counts["refused"] = counts.get("refused", 0) + len(found.refused)
+        for name, count in (rows | {"rounds": 1, "refused": len(refused)}).items():
+            counts[name] = counts.get(name, 0) + count
         counts["outages"] = {"database": self.database.count, "lake": self.store.count}
-        for line in found.refused:
+        for line in refused:
             self.say(line)
-        self._weigh(connection, found)
+        self._weigh(connection, found, refused)
         self.telling.tell(connection)
         if self.webhook is not None:
-            run.counts["webhook"] = {
+            counts["webhook"] = {
                 "delivered": self.webhook.taken, "failed": self.webhook.failed
             }  # fmt: skip
         progressed(self.source, run)
 
-    def _archive(self, found: Round) -> None:
+    def _archive(self, found: dict[str, ArchiveResult]) -> None:
         for name, age in self.options.ages.items():
             archiver = Archiver(
                 None,
@@ -322,18 +305,10 @@ class Follower:
                 ),
                 on_step=self._step,
             )
-            done = archiver.result
-            try:
-                archiver.run()
-            finally:
-                found.rows[name] = done.rows
-                found.refused += done.refused
-            for note in done.notes:
+            found[name] = archiver.result
+            archiver.run()
+            for note in archiver.result.notes:
                 self.say(note)
-            held = done.held
-            if held.rows and held.seconds >= found.held_seconds:
-                found.held_seconds = held.seconds
-                found.held = f"{held.rows:,} rows of {name} wait for {held.whom}"
 
     def _step(self, step: str) -> None:
         if step == "planned" and self.stop.is_set():
@@ -353,7 +328,12 @@ class Follower:
         # A clock that was wrong may have left one in the future.
         return last is None or abs(connection.clock() - last.started_at) >= every
 
-    def _weigh(self, connection: Connection, found: Round) -> None:
+    def _weigh(
+        self,
+        connection: Connection,
+        found: Mapping[str, ArchiveResult],
+        refused: Sequence[str],
+    ) -> None:
         options, weigh = self.options, Alerts(connection, self.source.service).weigh
         weigh("database", 0, options.away.total_seconds(), "It answers.")
         weigh(
@@ -361,13 +341,18 @@ class Follower:
             self.store.error or "The archive goes on.",
         )  # fmt: skip
         if not self.store.tries and not self._busy:
+            name, held = max(
+                ((name, done.held) for name, done in found.items()),
+                key=lambda one: one[1].seconds,
+            )
+            waiting = f"{held.rows:,} rows of {name} wait for {held.whom}"
             weigh(
-                "standstill", found.held_seconds, options.stuck_after.total_seconds(),
-                found.held or "No row waits for a long transaction.",
+                "standstill", held.seconds, options.stuck_after.total_seconds(),
+                waiting if held.rows else "No row waits for a long transaction.",
             )  # fmt: skip
             weigh(
-                "refused", len(found.refused), 0,
-                " ".join(found.refused) or "No row differed from its copy.",
+                "refused", len(refused), 0,
+                " ".join(refused) or "No row differed from its copy.",
                 hold=self.webhook is not None,
             )  # fmt: skip
         lag = alerts.lag(connection, self.source)
@@ -480,12 +465,13 @@ def follow_command(
     run = follower.run
     counts = run.counts if run else {}
     rows = run.rows if run else 0
-    code = 1 if given.once and follower.firing else 0
-    lines = [f"{one.name}: {one.summary}" for one in follower.firing]
+    firing = follower.telling.firing
+    code = 1 if given.once and firing else 0
+    lines = [f"{one.name}: {one.summary}" for one in firing]
     summary = f"follow: {rows:,} rows in {counts.get('rounds', 0)} rounds since its run"
     facts = {
         "job": "follow", "run": run.id if run else None, "rows": rows,
-        "counts": counts, "firing": [one.name for one in follower.firing],
+        "counts": counts, "firing": [one.name for one in firing],
         "exit_code": code,
     }  # fmt: skip
     return Outcome([*lines, f"{summary} began; {len(lines)} alerts fire."], facts, code)
@@ -512,17 +498,12 @@ def _would(spec: JobSpec, options: FollowOptions) -> Outcome:
     lost batches."""
     source = spec.service()
     is_mounted(replace(spec, services=(source,)))
-    outcome = Outcome()
-    for name, age in options.ages.items():
-        rows, held = waiting(source, TABLES[name], age)
-        outcome.facts[name] = rows
-        outcome.lines.append(f"{name}: {rows:,} rows would move.")
-        if held.rows:
-            outcome.lines.append(f"{name}: {held.rows:,} rows wait for {held.whom}.")
+    run = Run("follow", {})
+    outcome = would_move(source, options.ages, options.stuck_after, run)
     with closing(connect_plain(source)) as connection:
         lag = alerts.lag(connection, source)
         dead = alerts.dead_letters(connection, source, options.window)
-    outcome.facts |= {"lag": lag, "dead_letters": dead}
+    outcome.facts |= run.counts | {"lag": lag, "dead_letters": dead}
     outcome.lines += [
         f"The oldest message has been due for {lag:,.0f} s.",
         f"{dead:,} messages died in the last {options.window}.",
