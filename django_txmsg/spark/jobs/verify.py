@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -34,9 +36,9 @@ from .settling import checksum
 #: Most problems of a table that are listed individually.
 SHOWN = 20
 _KEYS = struct_of("service string, id long, message_id string")
+#: What a task reports of a file: a problem, or the sums of each of its batches.
 _SUMS = struct_of(
-    "path string not null, problem string not null, batch long not null, "
-    "rows long not null, checksum string not null"
+    "path string not null, problem string, batch long, rows long, checksum string"
 )
 
 
@@ -94,15 +96,15 @@ def read_back(
     that could be read."""
     if not named:
         return []
-    sums: dict[int, tuple[int, int]] = {}
+    rows, sums = Counter[int](), Counter[int]()
     broken: dict[str, str] = {}
-    for row in spread(spark, VerifyTask(lake, table), named, _SUMS).collect():
+    for row in spread(spark, partial(_verified, lake, table), named, _SUMS).collect():
         if row.problem:
-            broken[row.path] = row.problem
+            broken[row.path] = f"{row.path}: {row.problem}"
             continue
-        rows, total = sums.get(row.batch, (0, 0))
-        sums[row.batch] = rows + row.rows, total + int(row.checksum)
-        done.rows += row.rows
+        rows[row.batch] += row.rows
+        sums[row.batch] += int(row.checksum)
+    done.rows += rows.total()
     done.problems += [f"{table.name}: {one}" for one in list(broken.values())[:SHOWN]]
     intact = [one for one in named if one.path not in broken]
     hurt = [one.batches for one in named if one.path in broken]
@@ -112,11 +114,10 @@ def read_back(
     for batch in sorted(batches):
         if batch not in entries or _within(batch, changed) or _within(batch, hurt):
             done.unproven += batch in sums
-        elif sums.get(batch, (0, 0)) != entries[batch]:
-            there, proven = sums.get(batch, (0, 0)), entries[batch]
+        elif (rows[batch], sums[batch]) != (proven := entries[batch]):
             wrong.append(
-                f"{table.name}, batch {batch}: {there[0]:,} rows with the sum "
-                f"{there[1]} are there, {proven[0]:,} with {proven[1]} were proven."
+                f"{table.name}, batch {batch}: {rows[batch]:,} rows with the sum "
+                f"{sums[batch]} are there, {proven[0]:,} with {proven[1]} were proven."
             )
         else:
             done.batches += 1
@@ -173,43 +174,37 @@ def _look_for_doubles(
         )
 
 
-@dataclass
-class VerifyTask:
-    """The function that executors run. It reads files, and sums up the checksums of
-    their batches."""
+def _verified(
+    lake: LakeSpec, table: Table, files: Iterator[LakeFile]
+) -> Iterator[pa.RecordBatch]:
+    """Read files, and yield the sums of their batches. Executors run this function."""
+    for file in files:
+        try:
+            found = _sums(lake, table, file)
+        except (SpoiltFile, pa.ArrowException, KeyError, ValueError) as error:
+            found = [{"problem": str(error).partition("\n")[0]}]
+        yield pa.RecordBatch.from_pylist(
+            [{"path": file.path, **one} for one in found], schema=arrow_schema(_SUMS)
+        )
 
-    lake: LakeSpec
-    table: Table
 
-    def __call__(self, files: Iterator[LakeFile]) -> Iterator[pa.RecordBatch]:
-        """Read files, and yield the sums of their batches."""
-        for file in files:
-            try:
-                lines = self._sums(file)
-            except (SpoiltFile, pa.ArrowException, KeyError, ValueError) as error:
-                text = str(error).partition("\n")[0]
-                lines = [(f"{file.path}: {text}", 0, 0, "0")]
-            names = _SUMS.fieldNames()
-            yield pa.RecordBatch.from_pylist(
-                [dict(zip(names, (file.path, *one), strict=True)) for one in lines],
-                schema=arrow_schema(_SUMS),
-            )
-
-    def _sums(self, file: LakeFile) -> list[tuple[str, int, int, str]]:
-        place = place_of(self.lake)
-        sums: dict[int, tuple[int, int]] = {}
-        for rows in rows_of(place.files, f"{place.root}/{self.table.name}/{file.path}"):
-            numbers = rows.column("batch_id")
-            for batch in pc.unique(numbers).to_pylist():
-                part = rows.filter(pc.equal(numbers, batch))
-                before = sums.get(batch, (0, 0))
-                total = before[1] + checksum(part, self.table)
-                sums[batch] = before[0] + part.num_rows, total
-        counted = sum(rows for rows, _ in sums.values())
-        if counted != file.rows:
-            problem = f"{file.path}: {counted:,} rows, and the log says {file.rows:,}."
-            return [(problem, 0, 0, "0")]
-        return [("", batch, rows, str(total)) for batch, (rows, total) in sums.items()]
+def _sums(lake: LakeSpec, table: Table, file: LakeFile) -> list[dict[str, Any]]:
+    """Return the sums of a file's batches. Raises ValueError if the file does not have
+    as many rows as the log says."""
+    place = place_of(lake)
+    counts, sums = Counter[int](), Counter[int]()
+    for rows in rows_of(place.files, f"{place.root}/{table.name}/{file.path}"):
+        numbers = rows.column("batch_id")
+        for batch in pc.unique(numbers).to_pylist():
+            part = rows.filter(pc.equal(numbers, batch))
+            counts[batch] += part.num_rows
+            sums[batch] += checksum(part, table)
+    if counts.total() != file.rows:
+        raise ValueError(f"{counts.total():,} rows, and the log says {file.rows:,}.")
+    return [
+        {"batch": batch, "rows": rows, "checksum": str(sums[batch])}
+        for batch, rows in counts.items()
+    ]
 
 
 def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
