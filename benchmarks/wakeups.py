@@ -93,7 +93,7 @@ def latency(url: str, count: int) -> None:
             django_settings.TXMSG = settings(notify=notify, DISPATCH_ON_COMMIT=mode)
             from django_txmsg import conf
 
-            conf._load.cache_clear()
+            conf.get.cache_clear()
             process = start(role, url, notify=notify)
             figures = sorted(measured(process, count if notify else count // 4))
             end(process)

@@ -313,8 +313,13 @@ class Going:
         run, turn = self.run, uuid.uuid4()
         match result:
             case Ask():
-                more = {"key": result.key, "expires": result.within}
-                asked = self._send(result.destination, result.body, turn, **more)
+                asked = self._send(
+                    result.destination,
+                    result.body,
+                    turn,
+                    key=result.key,
+                    expires=result.within,
+                )
                 self._keep_undos(list(self._undos_of(result, asked.id)))
                 run.wait(
                     WaitsFor.ANSWER,

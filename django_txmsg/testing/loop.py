@@ -44,7 +44,8 @@ class Loop:
         self._on_error = on_error
         #: Each channel, with the events that the event loop waits for.
         self._channels: dict[Channel, int] = {}
-        self._loop = asyncio.new_event_loop()
+        # Whatever policy is set: other threads take sockets from this kind of loop.
+        self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="scripted-broker", daemon=True
         )

@@ -99,7 +99,7 @@ def read_back(
     rows, sums = Counter[int](), Counter[int]()
     broken: dict[str, str] = {}
     for row in spread(spark, partial(_verified, lake, table), named, _SUMS).collect():
-        if row.problem:
+        if row.problem is not None:
             broken[row.path] = f"{row.path}: {row.problem}"
             continue
         rows[row.batch] += row.rows
