@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .lazy_names import lazy_names
+from .lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from .envelope.message import Message

@@ -24,7 +24,7 @@ from django.http import HttpRequest, HttpResponse
 
 from . import signals
 from .errors import ConfigurationError
-from .extras import needs
+from .lazy_imports import needs
 from .monitoring import status
 from .monitoring.probe import probe
 from .monitoring.status import Place

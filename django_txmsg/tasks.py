@@ -14,8 +14,8 @@ from django.db import router
 
 from . import conf
 from .errors import BrokerUnavailable, DestinationUnavailable
-from .extras import needs
 from .flows.deadlines import Deadlines
+from .lazy_imports import needs
 from .models import OutboxMessage, Worker
 from .monitoring import retention
 from .monitoring.databases import with_tables

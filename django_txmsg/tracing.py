@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from . import wire
 from .envelope.message import Message
 from .errors import ConfigurationError
-from .extras import needs
+from .lazy_imports import needs
 
 #: The name of this messaging system in OpenTelemetry's semantic conventions.
 SYSTEM = "django_txmsg"

@@ -18,7 +18,7 @@ from django.utils.module_loading import import_string
 from .. import conf
 from ..envelope.broker_url import split_url
 from ..errors import ConfigurationError
-from ..extras import needs
+from ..lazy_imports import needs
 from .base import Broker, Delivery, Outgoing, Session
 
 __all__ = [

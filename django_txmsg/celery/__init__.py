@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ..extras import needs
+from ..lazy_imports import needs
 
 with needs("django_txmsg.celery", "celery", "celery"):
     import celery

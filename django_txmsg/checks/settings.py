@@ -20,7 +20,7 @@ from .. import brokers, conf
 from ..django_internals import settings_of
 from ..envelope.broker_url import split_url
 from ..errors import ConfigurationError
-from ..extras import install
+from ..lazy_imports import install
 from ..stages import all_stages
 
 _HOW_A_BROKER_LOOKS = (

@@ -24,8 +24,8 @@ from ..consuming.stage_middleware import prepared
 from ..django_internals import settings_of
 from ..envelope.redelivery import RedeliveryPolicy
 from ..errors import ConfigurationError, TxmsgError
-from ..extras import install
 from ..flows.declaration import declarations
+from ..lazy_imports import install
 from ..monitoring import databases
 from ..scheduling.timetable import Recurring, recurring
 from ..stages import Stage

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..errors import ConfigurationError, DecodeError
-from ..extras import install
+from ..lazy_imports import install
 from .codec import Codec, Misfit, from_json, to_json
 from .kept_values import FieldName, changes
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..envelope.broker_url import ConnectionOptions
-from ..extras import needs
+from ..lazy_imports import needs
 from .frames import Frame, FrameParser, ProtocolError, Receipt
 
 _scan = os.environ.get("STOMP_SKIP_HOSTNAME_SCAN")

@@ -31,7 +31,7 @@ from .. import conf, wire
 from ..brokers import Outgoing, Session, find_broker, get_broker
 from ..envelope.message import new_id
 from ..errors import TxmsgError
-from ..extras import install
+from ..lazy_imports import install
 from ..models import OutboxMessage, Worker
 from ..models.fields import clock
 from ..monitoring import attendance

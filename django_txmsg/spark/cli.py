@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from ..extras import needs
+from ..lazy_imports import needs
 from ..rules import dead_letters
 from ..webhook import VARIABLE as WEBHOOK_URL
 from .errors import EnvironmentFault, PipelineError, UsageError

@@ -17,7 +17,7 @@ from django.core.checks import CheckMessage, Error, register
 from django.utils.module_loading import import_string
 
 from .. import conf
-from ..lazy_names import lazy_names
+from ..lazy_imports import lazy_names
 from ..stages import Stage
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..extras import needs
+from ..lazy_imports import needs
 
 # One of the two is enough for type checking.
 if TYPE_CHECKING or find_spec("django.tasks"):

@@ -1,10 +1,32 @@
-"""The package's extras, such as `[celery]`: which one to install if a package of it is
-missing."""
+"""What the package imports only when it is used: its public names (PEP 562), and the
+packages of its extras, such as `[celery]`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the package's `__getattr__` and `__dir__`. `homes` maps each public name
+    to its module, relative to the package."""
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(homes[name], package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return get, names
 
 
 def install(extra: str) -> str:
