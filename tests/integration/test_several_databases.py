@@ -20,7 +20,6 @@ from django_txmsg.management.commands import _process
 from django_txmsg.models import BulkOperation, DeadLetter, Worker
 from django_txmsg.models.fields import clock
 from django_txmsg.monitoring import databases
-from django_txmsg.monitoring.presence import Presence
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.scheduling.time_loop import keeping_time
 from django_txmsg.scheduling.timekeeper import Timekeeper
@@ -116,7 +115,7 @@ def test_heartbeats_continue_while_another_database_does_not_answer(
     with (
         txmsg(CONSUME={"HEARTBEAT": 0.1}),
         silent(),
-        _process.heartbeat(Presence("relay", "default"), relay, ["other", "default"]),
+        _process.heartbeat(relay, relay.stop, "other", "default"),
     ):
         wait_until(own.exists)
         since = clock("default") + dt.timedelta(seconds=1)
