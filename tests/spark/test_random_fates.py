@@ -34,6 +34,7 @@ from django_txmsg.management.commands.pipeline import source_spec
 from django_txmsg.models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
+from django_txmsg.spark.jobs import journeys
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import Table
@@ -521,9 +522,10 @@ def meet(services: Services, fates: Sequence[Fate]) -> None:
         pass_time(dt.timedelta(minutes=services.dice.randrange(10, 90)))
 
 
-def judged(spark: Any, spec: JobSpec, **more: Any) -> tuple[Counter[str], Any]:
-    options = ReconcileOptions(**{"many": 0, **more})
-    found = run_reconcile(spark, spec, options, Run("reconcile", {}))
+def judged(spark: Any, spec: JobSpec) -> tuple[Counter[str], Any]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(journeys, "MANY", 0)
+        found = run_reconcile(spark, spec, ReconcileOptions(), Run("reconcile", {}))
     assert spec.lake is not None
     last: dict[tuple[str, ...], dict[str, Any]] = {}
     rows = delta_rows(spec.lake, VERDICTS).to_pylist()
