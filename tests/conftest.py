@@ -39,15 +39,15 @@ MARKED = {
     "rabbitmq": {"rabbitmq", "rabbitmq_amqp"},
 }
 
-#: Of these folders, `make test` runs everything, and on one database: the first two
-#: hardly use a database, and the others hold the tests that kill.
+#: `make test` runs these folders on one database. The first two hardly use a database,
+#: and run whole. The others hold the tests that kill; each runs every second time.
 ON_SQLITE = {"docs", "unit"}
 ON_POSTGRESQL = {"acceptance", "contract"}
 
 #: All other tests that use a database take turns, as do the pipeline's. Each test has
-#: one of three numbers. The commit says whose turn it is: the tests of that number run
+#: one of four numbers. The commit says whose turn it is: the tests of that number run
 #: on PostgreSQL, those of the next number on SQLite, and the others not this time.
-TURNS = 3
+TURNS = 4
 TURN = os.environ.get("TXMSG_TEST_TURN", "all")
 
 S = TypeVar("S", bound=services.Server)
@@ -84,15 +84,15 @@ def has_its_turn(item: pytest.Item, other: str, turn: str = TURN) -> bool:
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     if turn == "all" or folder in ON_SQLITE:
         return True
-    if folder in ON_POSTGRESQL and item.get_closest_marker("database"):
-        return other == "sqlite"
-    if folder == "spark":
-        wanted = int(turn)
-    elif item.get_closest_marker("database"):
-        wanted = int(turn) + (other == "postgresql")
-    else:
-        return True
-    return crc32(item.nodeid.encode()) % TURNS == wanted % TURNS
+    number, wanted = crc32(item.nodeid.encode()), int(turn)
+    on_sqlite = other == "postgresql"
+    if folder != "spark":
+        if not item.get_closest_marker("database"):
+            return True
+        if folder in ON_POSTGRESQL:
+            return not on_sqlite and number % 2 == wanted % 2
+        wanted += on_sqlite
+    return number % TURNS == wanted % TURNS
 
 
 def _parameters(item: pytest.Item) -> set[str]:

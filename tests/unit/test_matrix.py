@@ -40,8 +40,14 @@ def test_the_matrix_leaves_out_nothing_that_make_test_does() -> None:
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_in_all_turns_a_test_runs_once_on_each_database(number: int) -> None:
-    name = f"tests/integration/test_store.py::test_rows[{number}]"
+@pytest.mark.parametrize(
+    ("folder", "sqlite", "postgresql"),
+    [("integration", 1, 1), ("acceptance", 0, 2), ("spark", 1, 1), ("unit", 4, 4)],
+)
+def test_every_test_has_its_turn_on_its_databases(
+    folder: str, sqlite: int, postgresql: int, number: int
+) -> None:
+    name = f"tests/{folder}/test_store.py::test_rows[{number}]"
     item: Any = SimpleNamespace(
         nodeid=name, path=ROOT / name.partition("::")[0], get_closest_marker=bool
     )
@@ -50,8 +56,9 @@ def test_in_all_turns_a_test_runs_once_on_each_database(number: int) -> None:
     on_sqlite = [one for one in turns if has_its_turn(item, "postgresql", one)]
     on_postgresql = [one for one in turns if has_its_turn(item, "sqlite", one)]
 
-    assert len(on_sqlite) == len(on_postgresql) == 1
-    assert on_sqlite != on_postgresql
+    assert (len(on_sqlite), len(on_postgresql)) == (sqlite, postgresql)
+    if folder == "integration":
+        assert on_sqlite != on_postgresql
 
 
 def test_every_classifier_is_run() -> None:
