@@ -89,7 +89,7 @@ def has_its_turn(item: pytest.Item, other: str, turn: str = TURN) -> bool:
     if folder != "spark":
         if not item.get_closest_marker("database"):
             return True
-        if folder in ON_POSTGRESQL:
+        if folder in ON_POSTGRESQL and not item.get_closest_marker("sqlite"):
             return not on_sqlite and number % 2 == wanted % 2
         wanted += on_sqlite
     return number % TURNS == wanted % TURNS

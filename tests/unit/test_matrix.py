@@ -41,15 +41,24 @@ def test_the_matrix_leaves_out_nothing_that_make_test_does() -> None:
 
 @pytest.mark.parametrize("number", range(20))
 @pytest.mark.parametrize(
-    ("folder", "sqlite", "postgresql"),
-    [("integration", 1, 1), ("acceptance", 0, 2), ("spark", 1, 1), ("unit", 4, 4)],
+    ("folder", "markers", "sqlite", "postgresql"),
+    [
+        ("integration", {"database"}, 1, 1),
+        ("acceptance", {"database"}, 0, 2),
+        ("acceptance", {"database", "sqlite"}, 1, 1),
+        ("acceptance", set(), 4, 4),
+        ("spark", {"database"}, 1, 1),
+        ("unit", {"database"}, 4, 4),
+    ],
 )
 def test_every_test_has_its_turn_on_its_databases(
-    folder: str, sqlite: int, postgresql: int, number: int
+    folder: str, markers: set[str], sqlite: int, postgresql: int, number: int
 ) -> None:
     name = f"tests/{folder}/test_store.py::test_rows[{number}]"
     item: Any = SimpleNamespace(
-        nodeid=name, path=ROOT / name.partition("::")[0], get_closest_marker=bool
+        nodeid=name,
+        path=ROOT / name.partition("::")[0],
+        get_closest_marker=markers.__contains__,
     )
 
     turns = [str(turn) for turn in range(TURNS)]
