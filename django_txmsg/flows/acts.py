@@ -123,19 +123,21 @@ ACTS = {
 
 def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
     """Apply one of ACTS to the run, and return the text for the audit log. `seen` is
-    the value of `since` that the operator's page showed.
+    the value of `since` that the run had when the operator chose it.
 
-    Raises FlowError if the action is not possible, or if the run has continued since
-    the page was shown. Raises DecodeError if the step does not accept the operator's
+    Raises FlowError if the action is not possible, or if the run has continued since it
+    was chosen. Raises DecodeError if the step does not accept the operator's
     value.
     """
-    now = Run.objects.db_manager(run._state.db).locked(run.run_id) or run
-    if seen and seen != now.since.isoformat():
-        raise FlowError("Nothing is done: the run has gone on. Look at it again.")
+    now = Run.objects.db_manager(run._state.db).locked(run.run_id)
+    if now is None or (seen and seen != now.since.isoformat()):
+        raise FlowError(
+            f"Nothing is done: run {run.run_id} has gone on. Look at it again."
+        )
     if why := refused(name, now):
         raise FlowError(why)
     why = f": {given.why}" if given.why else "."
-    return f"{ACTS[name].do(now, given)} run {run.run_id} of flow {run.flow}{why}"
+    return f"{ACTS[name].do(now, given)} run {run.run_id} of flow {now.flow}{why}"
 
 
 def refused(name: str, run: Run) -> str:

@@ -118,18 +118,18 @@ class Command(BaseCommand):
         given = acts.Given(
             **{name: options[name] for name in ("why", "value", "type", "to")}
         )
-        chosen = list(found.values_list("pk", "run_id"))
+        chosen = list(found.only("run_id", "since"))
         if options["dry_run"]:
             self.stdout.write(f"{len(chosen)} to {action}.")
             return
-        missing = set(options["runs"]) - {run_id for _, run_id in chosen}
+        missing = set(options["runs"]) - {run.run_id for run in chosen}
         left = [f"No run {run_id} matches." for run_id in missing]
-        for number, (pk, _) in enumerate(chosen):
+        for number, run in enumerate(chosen):
             if options["rate"] and number:
                 threading.Event().wait(1 / options["rate"])
             try:
                 with transaction.atomic(using=using):
-                    text = acts.act(action, Run.objects.using(using).get(pk=pk), given)
+                    text = acts.act(action, run, given, seen=run.since.isoformat())
                     record(using, Deed.RUN, text)
             except TxmsgError as error:
                 left.append(str(error))

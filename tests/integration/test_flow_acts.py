@@ -13,7 +13,7 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 
 from django_txmsg import stages
-from django_txmsg.flows import cancel
+from django_txmsg.flows import acts, cancel
 from django_txmsg.flows.deadlines import Deadlines
 from django_txmsg.models import (
     AuditEntry,
@@ -295,6 +295,26 @@ def test_acts_on_many_runs_need_a_choice_and_are_rated() -> None:
     assert {again(run).waits_for for run in runs} == {WaitsFor.RESUME}
     with pytest.raises(CommandError, match="No run"):
         command("cancel", "01234567-89ab-cdef-0123-456789abcdef")
+
+
+def test_run_that_goes_on_after_the_choice_is_left_alone() -> None:
+    first, second = waiting("A-1"), waiting("A-2")
+
+    class Terminal(io.StringIO):
+        """Lets the second run go on while the command is at work on the first."""
+
+        def write(self, text: str) -> int:
+            with transaction.atomic():
+                to_paid = acts.Given(to="paid")
+                acts.act("go-back", Run.objects.get(pk=second.pk), to_paid)
+            return super().write(text)
+
+    with pytest.raises(CommandError, match=f"run {second.run_id} has gone on"):
+        call_command("txmsg", "flows", "cancel", "--all", stdout=Terminal())
+    drain()
+
+    assert again(first).outcome == Outcome.FAILED
+    assert again(second).waits_for == WaitsFor.RESUME
 
 
 def test_an_act_that_is_rolled_back_leaves_no_trace() -> None:
