@@ -4,23 +4,18 @@ outside the flow's steps sends these messages."""
 from __future__ import annotations
 
 import datetime as dt
-import hashlib
-import itertools
 import uuid
 from collections.abc import Callable
-from typing import Any
 
-from django.db import connections, transaction
+from django.db import transaction
 from django.db.models.functions import Now
 
-from .. import conf, wire
-from ..django_internals import hooks
+from .. import wire
 from ..envelope.message import check_key, new_id
 from ..errors import AlreadyResumed, FlowError, InvalidMessage
 from ..models import OutboxMessage, Run
 from ..models.fields import clock
 from ..models.run import WaitsFor
-from ..sending import storing
 from ..sending.outbox import require_transaction
 from ..sending.scope import current_scope
 from .declaration import Declaration, declarations
@@ -49,29 +44,11 @@ def identify(
     if current is None or current.cause is None:
         return new_id(), None
     using = declared.using
-    identified = repr((using, *content()))
-    digest = hashlib.sha256(identified.encode()).hexdigest()
-    connection, started = connections[using], current.started[digest]
-    own = connection, storing.after_commit(using, declared.broker)
-    # A number is free again if the start that had it was rolled back.
-    number = next(n for n in itertools.count() if not _counts(started.get(n)))
-    started[number] = own
-    run_id = wire.derived_id(
-        conf.get().SERVICE, current.cause.id, current.stage, number, digest
-    )
+    run_id = current.derived_id(using, content, by_content=True)
     known = Run.objects.using(using).filter(run_id=run_id).first()
     for _ in range(messages if known else 0):
         current.derived_id(using)
     return run_id, known
-
-
-def _counts(start: tuple[Any, storing.AfterCommit] | None) -> bool:
-    """Return whether a start in this attempt is committed, or is still to be committed.
-    After the rollback of an atomic block, Django has dropped the hook of the start."""
-    if start is None:
-        return False
-    connection, hook = start
-    return hook.called or hook in hooks(connection)
 
 
 def send_signal(

@@ -113,8 +113,7 @@ class OutboxSession:
         if outer is not None:
             # Inside a stage without a transaction: its messages keep their stable ids.
             self._scope.cause, self._scope.stage = outer.cause, outer.stage
-            self._scope.ordinals, self._scope.separate = outer.ordinals, True
-            self._scope.started = outer.started
+            self._scope.numbers, self._scope.separate = outer.numbers, True
         self._outer = enter_scope(self._scope)
 
     def commit(self) -> None:

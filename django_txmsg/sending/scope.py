@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import heapq
 import itertools
 import os
 import threading
@@ -29,6 +30,7 @@ from ..django_internals import (
     hear_rollbacks,
     in_block,
     is_broken,
+    last_hook,
     must_roll_back,
     note_errors,
 )
@@ -115,6 +117,51 @@ class Block:
         self.committed = True
 
 
+class CommitHook:
+    """A hook after the commit, which holds the numbers of messages. If Django drops
+    the hook, because the messages were rolled back, their numbers are free again.
+
+    Python deletes the dropped hook at once. If something still refers to the hook, the
+    numbers stay taken.
+    """
+
+    def __init__(self) -> None:
+        #: A TestCase runs hooks in the middle of its transaction.
+        self.called = False
+        self.numbers: list[tuple[Numbers, int]] = []
+
+    def __call__(self) -> None:
+        self.called = True
+
+    def __del__(self) -> None:
+        if not self.called:
+            for numbers, number in self.numbers:
+                heapq.heappush(numbers.free, number)
+
+
+class Numbers:
+    """The numbers 0, 1, 2, … of messages that have the same content."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self._unused = itertools.count()
+
+    def take(self, alias: str | None = None) -> int:
+        """Return the lowest free number. If the number is for a message in the open
+        transaction of the database `alias`, a rollback of the message frees it."""
+        try:
+            number = heapq.heappop(self.free)
+        except IndexError:
+            number = next(self._unused)
+        if alias is not None and in_block(connections[alias]):
+            hook = last_hook(connections[alias])
+            if not isinstance(hook, CommitHook) or hook.called:
+                hook = CommitHook()
+                connections[alias].on_commit(hook, robust=True)
+            hook.numbers.append((self, number))
+        return number
+
+
 @dataclass
 class Scope:
     """The session (`http_outbox/session.py`) or the stage's attempt
@@ -123,11 +170,9 @@ class Scope:
 
     - `cause` is the message that a stage processes. The ids of the stage's messages are
       derived from the id of `cause`. `worker` is the process that runs the stage.
-    - `ordinals` number the messages. `separate` means that the messages do not commit
+    - `numbers` number the messages. `separate` means that the messages do not commit
       together with the stage's work. Messages that are sent in any thread other than
       `thread` also commit separately, because such a thread has its own connection.
-    - `started` records the starts of flows in the attempt: for each content, the number
-      of the start, with its connection and its hook after the commit.
     - `enlist`, if set, adds messages to the broker's transaction, or keeps them until
       the handler returns, instead of storing them. `blocks`, if set, says how many
       atomic blocks were open on each connection before the handler ran. A message that
@@ -150,12 +195,7 @@ class Scope:
     enlist: Callable[[NewMessage], None] | None = None
     blocks: Mapping[Any, int] | None = None
     stored: dict[str, int] = field(default_factory=dict)
-    ordinals: dict[str, Iterator[int]] = field(
-        default_factory=lambda: defaultdict(itertools.count)
-    )
-    started: dict[str, dict[int, Any]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
+    numbers: dict[str, Numbers] = field(default_factory=lambda: defaultdict(Numbers))
     separate: bool = False
     thread: int = field(default_factory=threading.get_ident)
     join: Callable[[], tuple[uuid.UUID, int | None]] | None = None
@@ -191,19 +231,20 @@ class Scope:
         messages. But a message that commits separately stays stored if the attempt
         fails later. The next attempt may skip this message, and then the messages after
         it have other positions. So if a message commits separately, its id is derived
-        from its content. With `by_content`, the id of any message is derived from its
-        content. `content` is called only in these two cases.
+        from its content, and from a number: how many such messages the attempt has sent
+        and not rolled back. With `by_content`, this is so for any message. `content` is
+        called only in these two cases.
         """
         assert self.cause is not None
-        digest = []
+        service, cause, stage = conf.get().SERVICE, self.cause.id, self.stage
         elsewhere = alias != self.using or threading.get_ident() != self.thread
         separate = self.enlist is None and (self.separate or elsewhere)
-        if separate or by_content:
-            identified = repr((alias, *content()))
-            digest = [hashlib.sha256(identified.encode()).hexdigest()]
-        ordinal = next(self.ordinals["".join(digest)])
-        service, cause = conf.get().SERVICE, self.cause.id
-        return wire.derived_id(service, cause, self.stage, ordinal, *digest)
+        if not (separate or by_content):
+            return wire.derived_id(service, cause, stage, self.numbers[""].take())
+        identified = repr((alias, *content()))
+        digest = hashlib.sha256(identified.encode()).hexdigest()
+        number = self.numbers[digest].take(alias)
+        return wire.derived_id(service, cause, stage, number, digest)
 
 
 _scope: ContextVar[Scope | None] = ContextVar("django_txmsg_scope", default=None)

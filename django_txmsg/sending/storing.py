@@ -15,7 +15,7 @@ from ..envelope.message import Message
 from ..errors import DuplicateMessage
 from ..models import OutboxMessage
 from ..models.outbox_store import NewMessage
-from .scope import current_scope
+from .scope import CommitHook, current_scope
 
 
 def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
@@ -159,7 +159,7 @@ def _duplicates(rows: list[NewMessage], stored: set[uuid.UUID]) -> str:
     )
 
 
-class AfterCommit:
+class AfterCommit(CommitHook):
     """The hook that runs after the commit of the rows that were stored under one
     savepoint.
 
@@ -172,6 +172,7 @@ class AfterCommit:
     def __init__(
         self, alias: str, broker: str, owners: dict[uuid.UUID, Mapping[int, uuid.UUID]]
     ) -> None:
+        super().__init__()
         # Django logs a robust hook's name when it fails; an instance has none of its
         # own.
         self.__qualname__ = "django_txmsg.outbox"
@@ -184,13 +185,9 @@ class AfterCommit:
         self.owners = owners
         #: Functions that end the spans of new rows, by primary key.
         self.committed: dict[int, Callable[[], None]] = {}
-        #: A TestCase runs hooks like this, in the middle of its transaction.
-        self.called = False
 
     def __call__(self) -> None:
-        self.called = True
-        if not self.ids:
-            return
+        super().__call__()
         try:
             self._announce()
         finally:

@@ -458,3 +458,60 @@ def test_an_attempt_that_skips_a_similar_message_sends_the_same_id(
         send(stage.destination)
         step(stage, times=2)
     assert ids[0] != ids[1] == ids[2]
+
+
+@pytest.mark.parametrize("undone", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("mode", "alias", "committed"),
+    [
+        ("none", "default", committed_in_a_session),
+        ("none", "default", transaction.atomic),
+        ("broker_only", "default", committed_in_a_session),
+        ("outbox", "other", committed_on_another_alias),
+    ],
+)
+def test_a_message_that_was_rolled_back_has_no_number(
+    mode: Any,
+    alias: str,
+    committed: Callable[[], AbstractContextManager[object]],
+    undone: tuple[bool, bool],
+) -> None:
+    """Each attempt commits two equal messages separately from the stage's work. In the
+    attempts that `undone` names, a block with such a message is rolled back before."""
+    ids: list[object] = []
+
+    def handler(message: Message) -> None:
+        if undone[len(ids) // 2]:
+            with suppress(ValueError), committed():
+                send_message("tests.next", None, using=alias)
+                raise ValueError
+        for _ in range(2):
+            with committed():
+                ids.append(send_message("tests.next", None, using=alias).id)
+        if len(ids) == 2:
+            raise ValueError
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        step(stage, times=2)
+    assert ids[:2] == ids[2:]
+    assert OutboxMessage.objects.using(alias).filter(message_id__in=ids).count() == 2
+
+
+def test_a_hook_that_sends_an_equal_message_loses_none() -> None:
+    """Django calls the hook after the commit of the first message, but before the hook
+    that was registered for that message."""
+
+    def again() -> None:
+        with transaction.atomic():
+            send_message("tests.next", None)
+
+    def handler(message: Message) -> None:
+        with transaction.atomic():
+            transaction.on_commit(again)
+            send_message("tests.next", None)
+
+    with declared(handler, transaction="none") as stage:
+        send(stage.destination)
+        step(stage)
+    assert OutboxMessage.objects.filter(destination="tests.next").count() == 2
