@@ -91,8 +91,8 @@ def record(
                 raise
             # The lock timed out, or the message's transaction could not begin: try
             # again step by step.
-            abandon(connection)
             already = rows.recorded(stage, message, mark)
+            abandon(connection)
             if already is not None:
                 return already, False
         else:

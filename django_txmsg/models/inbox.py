@@ -196,15 +196,23 @@ class InboxManager(SqlManager):
             return record, bool(cursor.rowcount)
 
     def recorded(self, stage: str, message: Message, mark: str) -> InboxRecord | None:
-        """Find out whether `record_and_begin()` committed the record of a message
-        before it failed. Return the record, or None if nothing was committed. Pass the
-        same `mark` as to `record_and_begin()`: the transaction that stores the record
-        also stores the mark in a session setting. If this transaction is rolled back,
-        so is the setting."""
-        return self._find(
-            f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s",
-            [message.id, stage, mark],
+        """Roll back what `record_and_begin()` began before it failed. Return the record
+        that it committed, or None if it committed nothing. Pass the same `mark` as to
+        `record_and_begin()`: the transaction that stores the record also stores the
+        mark in a session setting. If this transaction is rolled back, so is the
+        setting.
+
+        One round trip does both, because after a rollback a pooler may continue in
+        another session.
+        """
+        found = self._finding(
+            f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s"
         )
+        with connections[self.db].cursor() as cursor:
+            cursor.execute(f"ROLLBACK; {found}", [message.id, stage, mark])
+            cursor.nextset()
+            row = cursor.fetchone()
+        return None if row is None else read_record(row)
 
     def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> InboxRecord | None:
         """Return the record of a message whose arrival was recorded earlier, or None if
@@ -216,13 +224,12 @@ class InboxManager(SqlManager):
         )
 
     def _find(self, condition: str, parameters: list[Any]) -> InboxRecord | None:
-        now = now_sql(connections[self.db])
-        row = self._row(
-            f"SELECT {RECORD_COLUMNS.format(now=now)} FROM {self._table}"  # noqa: S608 - constants only
-            f" WHERE {condition}",
-            parameters,
-        )
+        row = self._row(self._finding(condition), parameters)
         return None if row is None else read_record(row)
+
+    def _finding(self, condition: str) -> str:
+        columns = RECORD_COLUMNS.format(now=now_sql(connections[self.db]))
+        return f"SELECT {columns} FROM {self._table} WHERE {condition}"  # noqa: S608 - constants only
 
     def _recording(
         self, stage: str, messages: Sequence[Message], idempotent: bool, counted: int

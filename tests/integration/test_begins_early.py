@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import closing
 from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, connections, transaction
 from psycopg import IsolationLevel
 
-from django_txmsg.consuming import inbox
+from django_txmsg.consuming import inbox, protocol
 from django_txmsg.django_internals import begins_early
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import InboxMessage
+from tests import services
 from tests.app.models import Effect
+from tests.integration.test_refused_statements import trigger
 from tests.running import committing, declared, put, step, thread_of
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
@@ -123,3 +126,22 @@ def test_a_locks_time_out_leaves_no_transaction_behind() -> None:
         step(stage, parked=False)
     assert InboxMessage.objects.get().state == "processed"
     assert Effect.objects.get().name == "next"
+
+
+@pytest.mark.postgresql
+def test_an_attempt_is_counted_once_behind_a_pooler(
+    pgbouncer: services.PgBouncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pooler uses two sessions of the server in turn. The statement's first half
+    succeeds, and its second half is refused."""
+    monkeypatch.setitem(connection.settings_dict, "PORT", pgbouncer.port)
+    connection.close()
+    message = Message(id=uuid.uuid4(), destination="tests.pooled", body=None)
+    rows = InboxMessage.objects.db_manager("default")
+    with trigger("UPDATE", InboxMessage._meta.db_table):
+        with closing(connections["default"].copy()) as second, transaction.atomic():
+            assert rows.count() == 0
+            second.cursor().execute("SELECT 1")
+        found = protocol.record(rows, "tests.pooled", message, runs=lambda _: True)
+    connection.close()
+    assert (found[0].attempt, found[1]) == (1, False)

@@ -29,6 +29,7 @@ auth_type = scram-sha-256
 auth_file = {users}
 pool_mode = transaction
 default_pool_size = {pool}
+server_round_robin = 1
 max_client_conn = 300
 server_login_retry = 1
 """
