@@ -21,7 +21,6 @@ from django.http import (
     StreamingHttpResponse,
 )
 from django.shortcuts import render
-from django.utils import timezone
 
 from .. import conf, wire
 from ..dead_letters import masking, selection
@@ -29,7 +28,7 @@ from ..dead_letters.selection import Shown
 from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
 from ..models.bulk_operation import BulkKind
-from ..models.fields import MessageKey
+from ..models.fields import MessageKey, clock
 from ..models.monitoring import Deed
 from ..monitoring import dead
 from . import display
@@ -171,7 +170,7 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
         group["example"] = max(group["example"], one.example)
         group["deaths"] = max(group["deaths"], one.deaths)
         group["places"][one.place] = group["places"].get(one.place, 0) + one.count
-    recent = timezone.now() - NEW
+    recent = clock(using) - NEW
     rank: Callable[[dict[str, Any]], float] = (
         (lambda one: one["last"].timestamp()) if latest else (lambda one: one["count"])
     )

@@ -14,6 +14,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 from django.test import Client
+from django.utils import timezone
 
 from django_txmsg import tasks
 from django_txmsg.models import AuditEntry, Worker
@@ -122,6 +123,17 @@ def test_a_worker_lives_by_its_own_heartbeat_on_every_page(
     assert ("All is well." in viewer.get(URL).content.decode()) is lives
     workers = viewer.get(URL + "worker/").content.decode()
     assert ("silent" in workers) is not lives
+
+
+def test_a_worker_lives_by_the_databases_clock(
+    viewer: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factories.WorkerFactory()
+    ahead = timezone.now() + dt.timedelta(hours=1)
+    monkeypatch.setattr(timezone, "now", lambda: ahead)
+    workers = viewer.get(URL + "worker/").content.decode()
+    assert "alive" in workers
+    assert "silent" not in workers
 
 
 @pytest.mark.django_db
