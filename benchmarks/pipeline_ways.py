@@ -164,9 +164,9 @@ class Bench:
         archiver = self.archiver()
         now, horizon = archiver.ledger.clock()
         ledger, after = archiver.ledger, 0
-        work: list[tuple[Batch, str]] = []
+        work: list[Batch] = []
         while batch := ledger.plan(len(work) + 1, after, 100_000, now - WEEK, horizon):
-            work.append((batch, ledger.members(batch)))
+            work.append(batch)
             after = batch.last_id
         task = BatchTask(ledger.database, archiver.lake, OUTBOX, "bench", False)
         started = time.monotonic()

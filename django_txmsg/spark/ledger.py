@@ -51,7 +51,8 @@ class Batch:
     first_id: int
     last_id: int
     cutoff: dt.datetime
-    horizon: Horizon | None
+    where: str
+    """The SQL condition for its rows."""
     token: str
     """The unique part of its files' names. No other attempt has it."""
 
@@ -94,13 +95,6 @@ class Ledger:
         )[0]
         return now, Horizon(oldest, following)
 
-    def members(self, batch: Batch) -> str:
-        """Return the SQL condition for the rows of a batch."""
-        return (
-            f"t.id BETWEEN {batch.first_id} AND {batch.last_id} AND "
-            + self._settled(batch.cutoff, batch.horizon)
-        )
-
     def waiting(self, cutoff: dt.datetime, horizon: Horizon | None) -> int:
         """Return the number of rows that can be archived now."""
         where = self._settled(cutoff, horizon)
@@ -142,7 +136,8 @@ class Ledger:
         )[0]  # fmt: skip
         if first is None:
             return None
-        return Batch(number, first, last, cutoff, horizon, str(uuid.uuid4()))
+        members = f"t.id BETWEEN {first} AND {last} AND {where}"
+        return Batch(number, first, last, cutoff, members, str(uuid.uuid4()))
 
     def purge(
         self,
@@ -162,7 +157,7 @@ class Ledger:
         ):
             rows, checksum = connection.rows(
                 f"WITH gone AS (DELETE FROM {self.table.relation} AS t WHERE"
-                f" {self.members(batch)} RETURNING {postgres_sql(columns)} AS hash)"
+                f" {batch.where} RETURNING {postgres_sql(columns)} AS hash)"
                 " SELECT count(*), coalesce(sum(hash), 0) FROM gone"
             )[0]
             if (int(rows), int(checksum)) != sums:

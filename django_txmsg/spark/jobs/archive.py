@@ -201,22 +201,24 @@ class Archiver:
         # The run that left them may still be alive, without its lock: fence it off.
         self.log.enter(last + 1, resumed_after=before)
         started = time.monotonic()
-        settled = self.settling.settle(before, last)
+        settled = self._settle(last)
         self.result.notes.append(
             f"{self.table.name}: batches {before + 1} to {last} of the lake were not "
             f"settled here: {settled.rows:,} rows were removed here."
         )
-        self._count(settled, last)
         self._advance(self.log.last, settled.rows)
         self.result.spent("purge", started)
 
-    def _count(self, settled: Settled, batch: int) -> None:
+    def _settle(self, batch: int) -> Settled:
+        """Settle the batches above the mark, up to and including `batch`."""
+        settled = self.settling.settle(self.mark.purged_through, batch)
         self.result.rows += settled.rows
         self.progress.advance(settled.rows)
         if settled.different:
             self.result.refused.append(
                 f"{self.table.name}, batch {batch}: {settled.describe()}"
             )
+        return settled
 
     def _advance(self, number: int, rows: int = 0) -> None:
         self.ledger.marks.advance(
@@ -254,17 +256,16 @@ class Archiver:
         """Write the files of batches, and verify the files. Returns one manifest row
         for each file."""
         started = time.monotonic()
-        work = [(one, self.ledger.members(one)) for one in batches]
         task = BatchTask(
             self.ledger.database, self.lake, self.table, self.source.service
         )
         # Connecting takes as long as many rows: each task connects once.
-        parts = min(len(work), self._writers())
+        parts = min(len(batches), self._writers())
         self.unnamed += [one.token for one in batches]
         if self.spark is None:
-            manifest = run_here(task, work, parts)
+            manifest = run_here(task, batches, parts)
         else:
-            manifest = spread(self.spark, task, work, MANIFEST, parts).collect()
+            manifest = spread(self.spark, task, batches, MANIFEST, parts).collect()
         self.result.spent("write", started)
         return manifest
 
@@ -363,9 +364,7 @@ class Archiver:
             self.result.rows += one.rows
             self.progress.advance(one.rows)
         else:
-            settled = self.settling.settle(self.mark.purged_through, number)
-            self._count(settled, number)
-            self._advance(number, settled.rows)
+            self._advance(number, self._settle(number).rows)
         self.on_step("purged")
 
 

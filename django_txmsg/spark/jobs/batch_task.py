@@ -31,10 +31,6 @@ MANIFEST = struct_of(
 )
 
 
-#: A batch, and the SQL condition for its rows.
-Work = tuple[Batch, str]
-
-
 @dataclass
 class BatchTask:
     """The function that executors run. It reads a batch, writes one file for each day,
@@ -46,13 +42,13 @@ class BatchTask:
     service: str
     prove: bool = True
 
-    def __call__(self, work: Iterable[Work]) -> Iterator[pa.RecordBatch]:
+    def __call__(self, batches: Iterable[Batch]) -> Iterator[pa.RecordBatch]:
         """Archive batches through one connection, and yield their manifest rows."""
         with self.database.connected() as read:
-            for batch, where in work:
-                yield self._one(read, batch, where)
+            for batch in batches:
+                yield self._one(read, batch)
 
-    def _one(self, read: Read, batch: Batch, where: str) -> pa.RecordBatch:
+    def _one(self, read: Read, batch: Batch) -> pa.RecordBatch:
         columns = kept_columns(self.table, self.lake)
         place = place_of(self.lake)
         files, root = place.files, f"{place.root}/{self.table.name}"
@@ -62,7 +58,7 @@ class BatchTask:
             f"{batch.token}-{attempt_key()}",
             lambda rows: _with_outcome(rows, self.table, batch.number), place.insist,
         )  # fmt: skip
-        for rows in read(self.table, columns, where):
+        for rows in read(self.table, columns, batch.where):
             days.write(rows)
         written = days.close()
         wrote = time.monotonic()
@@ -84,13 +80,13 @@ class BatchTask:
         )
 
 
-def run_here(task: BatchTask, work: Sequence[Work], threads: int) -> list[Row]:
+def run_here(task: BatchTask, batches: Sequence[Batch], threads: int) -> list[Row]:
     """Archive batches in this process, without Spark. Returns their manifest rows."""
 
-    def archive(share: Sequence[Work]) -> list[Row]:
+    def archive(share: Sequence[Batch]) -> list[Row]:
         return [Row(**row) for batch in task(share) for row in batch.to_pylist()]
 
-    shares = [work[first::threads] for first in range(threads)]
+    shares = [batches[first::threads] for first in range(threads)]
     with ThreadPoolExecutor(max_workers=threads) as pool:
         return [row for rows in pool.map(archive, shares) for row in rows]
 
