@@ -17,7 +17,7 @@ import re
 import sys
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -116,6 +116,15 @@ def pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _adding_to(parser: argparse._ActionsContainer) -> Callable[..., None]:
+    """Return a function that adds an option, with its help text, to `parser`."""
+
+    def option(name: str, text: str | None = None, **how: Any) -> None:
+        parser.add_argument(name, help=text, **how)
+
+    return option
+
+
 def add_jobs(
     parser: argparse.ArgumentParser,
     kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
@@ -128,71 +137,74 @@ def add_jobs(
     switch: dict[str, Any] = {"action": "store_true"}
     several: dict[str, Any] = {"action": "append", "default": []}
     common, rows, external = (argparse.ArgumentParser(add_help=False) for _ in range(3))
-    common.add_argument("--spec", help="the job specification: a JSON file, or JSON")
-    common.add_argument("--lake", help="the lake's URI")
-    common.add_argument(
-        "--service", **several, type=pair, metavar="NAME=URL",
-        help="add a service, or say where its database is; may be repeated, also for "
-        "a service that has several databases",
+    option = _adding_to(common)
+    option("--spec", "the job specification: a JSON file, or JSON")
+    option("--lake", "the lake's URI")
+    option(
+        "--service",
+        "add a service, or say where its database is; may be repeated, also for a "
+        "service that has several databases",
+        **several, type=pair, metavar="NAME=URL",
     )  # fmt: skip
-    common.add_argument("--dry-run", **switch, help="change nothing")
-    common.add_argument("--json", **switch, help="one JSON object, for tools")
-    common.add_argument(
-        "--conf", **several, type=pair, metavar="KEY=VALUE",
-        help="a Spark setting; may be repeated",
+    option("--dry-run", "change nothing", **switch)
+    option("--json", "one JSON object, for tools", **switch)
+    option(
+        "--conf", "a Spark setting; may be repeated",
+        **several, type=pair, metavar="KEY=VALUE",
     )  # fmt: skip
-    rows.add_argument("--table", action="append", choices=ARCHIVED)
-    rows.add_argument("--older-than", type=duration, help="default: the retention")
-    rows.add_argument("--batch-rows", type=positive, default=100_000)
-    external.add_argument(
-        "--external", **several, metavar="PATTERN",
-        help="a destination (or broker:ALIAS) consumed by something that keeps no "
-        "inbox; * stands for any characters; may be repeated",
+    option = _adding_to(rows)
+    option("--table", action="append", choices=ARCHIVED)
+    option("--older-than", "default: the retention", type=duration)
+    option("--batch-rows", type=positive, default=100_000)
+    option = _adding_to(external)
+    option(
+        "--external",
+        "a destination (or broker:ALIAS) consumed by something that keeps no inbox; * "
+        "stands for any characters; may be repeated",
+        **several, metavar="PATTERN",
     )  # fmt: skip
-    external.add_argument(
-        "--external-sender", **several, metavar="PATTERN",
-        help="a sender that keeps no outbox; may be repeated",
+    option(
+        "--external-sender", "a sender that keeps no outbox; may be repeated",
+        **several, metavar="PATTERN",
     )  # fmt: skip
 
     def add(
         name: str, text: str, *more: argparse.ArgumentParser
-    ) -> argparse.ArgumentParser:
-        return jobs.add_parser(name, parents=[common, *more], help=text)
+    ) -> Callable[..., None]:
+        return _adding_to(jobs.add_parser(name, parents=[common, *more], help=text))
 
-    archive = add("archive", "move settled rows to the lake", rows)
-    archive.add_argument(
-        "--tasks", type=whole, default=0,
-        help="tasks that write in parallel; default: half the cores of one machine, "
-             "twice those of a cluster",
+    option = add("archive", "move settled rows to the lake", rows)
+    option(
+        "--tasks",
+        "tasks that write in parallel; default: half the cores of one machine, twice "
+        "those of a cluster",
+        type=whole, default=0,
     )  # fmt: skip
-    archive.add_argument(
-        "--engine", choices=("auto", "spark", "local"), default="auto",
-        help="local: in this process, without a JVM; auto: local if the rows are few",
+    option(
+        "--engine",
+        "local: in this process, without a JVM; auto: local if the rows are few",
+        choices=("auto", "spark", "local"), default="auto",
     )  # fmt: skip
-    archive.add_argument("--purges", type=positive, default=1, help="parallel deletes")
-    archive.add_argument(
-        "--overlap", action=argparse.BooleanOptionalAction,
-        help="delete one wave of batches while the next is written; default: where "
-        "Spark runs on other machines",
+    option("--purges", "parallel deletes", type=positive, default=1)
+    option(
+        "--overlap",
+        "delete one wave of batches while the next is written; default: where Spark "
+        "runs on other machines",
+        action=argparse.BooleanOptionalAction,
     )  # fmt: skip
-    archive.add_argument("--no-vacuum", **switch)
-    archive.add_argument(
-        "--stuck-after", type=duration, default="6h",
-        help="a transaction that is open for longer and holds rows back is a finding",
+    option("--no-vacuum", **switch)
+    option(
+        "--stuck-after",
+        "a transaction that is open for longer and holds rows back is a finding",
+        type=duration, default="6h",
     )  # fmt: skip
-    archive.add_argument(
-        "--accept-loss", **switch,
-        help="continue although the lake has lost batches for good",
-    )  # fmt: skip
+    text = "continue although the lake has lost batches for good"
+    option("--accept-loss", text, **switch)
 
     text = "archive batch by batch and raise alerts, until stopped"
-    follow = add("follow", text, rows, external)
-    follow.add_argument(
-        "--every", type=pause, default="5m", help="time between two rounds"
-    )
-    follow.add_argument(
-        "--once", **switch, help="one round; exit code 1 if an alert fires"
-    )
+    option = add("follow", text, rows, external)
+    option("--every", "time between two rounds", type=pause, default="5m")
+    option("--once", "one round; exit code 1 if an alert fires", **switch)
     for name, default, text in (
         ("lag", "15m", "a message that has been due for longer is an alert"),
         ("window", "1h", "the period in which dead letters are counted"),
@@ -204,131 +216,110 @@ def add_jobs(
         ("sweep-every", "1d", "0s: never"),
         ("verify-every", "7d", "0s: never"),
     ):
-        follow.add_argument(f"--{name}", type=duration, default=default, help=text)
-    follow.add_argument(
-        "--dead-letters", type=int, default=10,
-        help="more dead letters than this are an alert",
-    )  # fmt: skip
-    follow.add_argument(
-        "--webhook-env", default=WEBHOOK_URL, metavar="NAME",
-        help="the environment variable that holds the webhook's address",
+        option(f"--{name}", text, type=duration, default=default)
+    text = "more dead letters than this are an alert"
+    option("--dead-letters", text, type=int, default=10)
+    option(
+        "--webhook-env", "the environment variable that holds the webhook's address",
+        default=WEBHOOK_URL, metavar="NAME",
     )  # fmt: skip
 
-    reconcile = add("reconcile", "compare what was sent and received", external)
-    reconcile.add_argument(
-        "--since", type=instant, help="judge only messages sent since then"
+    option = add("reconcile", "compare what was sent and received", external)
+    option("--since", "judge only messages sent since then", type=instant)
+    option("--grace", type=duration, default="1h")
+    option(
+        "--late-after", "time after which a message is late; default: 1h", type=duration
     )
-    reconcile.add_argument("--grace", type=duration, default="1h")
-    reconcile.add_argument(
-        "--late-after", type=duration,
-        help="time after which a message is late; default: 1h",
+    option(
+        "--stuck-after",
+        "a message that waits for longer to leave or to be processed is a finding; "
+        "default: 6h",
+        type=duration,
     )  # fmt: skip
-    reconcile.add_argument(
-        "--stuck-after", type=duration,
-        help="a message that waits for longer to leave or to be processed is a "
-             "finding; default: 6h",
+    option(
+        "--fail-on",
+        "unacknowledged findings that make the exit code 1; new: lost messages that "
+        "no earlier run has found",
+        choices=("lost", "new", "findings", "never"), default="lost",
     )  # fmt: skip
-    reconcile.add_argument(
-        "--fail-on", choices=("lost", "new", "findings", "never"), default="lost",
-        help="unacknowledged findings that make the exit code 1; new: lost messages "
-             "that no earlier run has found",
-    )  # fmt: skip
-    reconcile.add_argument("--known", **switch, help="count acknowledged findings too")
+    option("--known", "count acknowledged findings too", **switch)
 
-    findings = add("findings", "list and acknowledge what reconcile has found")
-    findings.add_argument("--verdict", default="")
-    findings.add_argument("--destination", default="")
-    findings.add_argument("--message-id", **several, type=uuid.UUID)
-    findings.add_argument(
-        "--all", **switch,
-        help="list acknowledged findings too; or change all of them",
+    text = "list and acknowledge what reconcile has found"
+    findings = jobs.add_parser("findings", parents=[common], help=text)
+    option = _adding_to(findings)
+    option("--verdict", default="")
+    option("--destination", default="")
+    option("--message-id", **several, type=uuid.UUID)
+    option("--all", "list acknowledged findings too; or change all of them", **switch)
+    option = _adding_to(findings.add_mutually_exclusive_group())
+    option("--acknowledge", "acknowledge them, for this reason", metavar="WHY")
+    option("--reopen", "remove their acknowledgement", **switch)
+
+    option = add("listeners", "list stages expected to receive from topics")
+    option(
+        "--retire", "expect this stage to receive nothing more",
+        nargs=2, metavar=("TOPIC", "SERVICE/STAGE"),
     )  # fmt: skip
-    change = findings.add_mutually_exclusive_group()
-    change.add_argument(
-        "--acknowledge", metavar="WHY", help="acknowledge them, for this reason"
-    )
-    change.add_argument("--reopen", **switch, help="remove their acknowledgement")
+    option("--at", "when it stopped listening; default: now", type=instant)
 
-    listening = add("listeners", "list stages expected to receive from topics")
-    listening.add_argument(
-        "--retire", nargs=2, metavar=("TOPIC", "SERVICE/STAGE"),
-        help="expect this stage to receive nothing more",
-    )  # fmt: skip
-    listening.add_argument(
-        "--at", type=instant, help="when it stopped listening; default: now"
-    )
+    option = add("show", "find a message in databases and lake")
+    option("term", "message id, key or correlation id", metavar="ID")
 
-    show = add("show", "find a message in databases and lake")
-    show.add_argument("term", metavar="ID", help="message id, key or correlation id")
-
-    views = add("views", "print SQL views of messages and findings")
-    views.add_argument(
-        "--of", choices=("database", "lake", "duckdb"), default="database",
-        help="the database's, or those over the lake: of a Spark session, or of DuckDB",
+    option = add("views", "print SQL views of messages and findings")
+    option(
+        "--of",
+        "the database's, or those over the lake: of a Spark session, or of DuckDB",
+        choices=("database", "lake", "duckdb"), default="database",
     )  # fmt: skip
 
-    analyze = add("analyze", "times, flow, failures")
-    analyze.add_argument("--since", type=instant, default="7d")
-    analyze.add_argument(
-        "--html", default="txmsg-report.html", help="the report's file"
-    )
+    option = add("analyze", "times, flow, failures")
+    option("--since", type=instant, default="7d")
+    option("--html", "the report's file", default="txmsg-report.html")
 
-    replay = add("replay", "put messages back into the outbox")
-    replay.add_argument("--where", default="", help="a Spark SQL condition")
-    replay.add_argument(
-        "--verdict", default="", help="only messages with this verdict of reconcile"
-    )
-    replay.add_argument(
-        "--run", default="", metavar="ID",
-        help="the run that found it; default: the last one",
+    option = add("replay", "put messages back into the outbox")
+    option("--where", "a Spark SQL condition", default="")
+    option("--verdict", "only messages with this verdict of reconcile", default="")
+    text = "the run that found it; default: the last one"
+    option("--run", text, default="", metavar="ID")
+    option(
+        "--request", "the findings whose replay was requested in the admin",
+        type=uuid.UUID, metavar="ID",
     )  # fmt: skip
-    replay.add_argument(
-        "--request", type=uuid.UUID, metavar="ID",
-        help="the findings whose replay was requested in the admin",
+    option(
+        "--from", "the outbox in database and lake, or the open dead letters",
+        dest="table", choices=("outbox", "dead_letters"), default="outbox",
     )  # fmt: skip
-    replay.add_argument(
-        "--from", dest="table", choices=("outbox", "dead_letters"), default="outbox",
-        help="the outbox in database and lake, or the open dead letters",
-    )  # fmt: skip
-    replay.add_argument("--as", dest="mode", choices=("same", "copy"), default="same")
-    replay.add_argument("--rate", type=rate, default=0, help="messages a second")
-    replay.add_argument("--limit", type=whole, default=0)
-    replay.add_argument("--name", default="", help="the same name stores nothing twice")
-    replay.add_argument(
-        "--replayed", **switch,
-        help="select also messages that were replayed or redelivered before",
-    )  # fmt: skip
+    option("--as", dest="mode", choices=("same", "copy"), default="same")
+    option("--rate", "messages a second", type=rate, default=0)
+    option("--limit", type=whole, default=0)
+    option("--name", "the same name stores nothing twice", default="")
+    text = "select also messages that were replayed or redelivered before"
+    option("--replayed", text, **switch)
 
-    send = add("send", "send a message for each row")
-    send.add_argument("--from", dest="path", required=True, help="the dataset")
-    send.add_argument("--format", choices=("parquet", "csv", "json"), default="")
-    send.add_argument("--destination", required=True)
-    send.add_argument(
-        "--template", required=True, help="the body as JSON, or a file with it"
-    )
-    send.add_argument("--key", default="")
-    send.add_argument("--header", **several, type=pair)
-    send.add_argument(
-        "--id", dest="identity", default="", help="columns, comma-separated"
-    )
-    send.add_argument("--rate", type=rate, default=0)
-    send.add_argument(
-        "--name", required=True, help="a name; the same name stores nothing twice"
-    )
-    send.add_argument("--broker", default="default")
+    option = add("send", "send a message for each row")
+    option("--from", "the dataset", dest="path", required=True)
+    option("--format", choices=("parquet", "csv", "json"), default="")
+    option("--destination", required=True)
+    option("--template", "the body as JSON, or a file with it", required=True)
+    option("--key", default="")
+    option("--header", **several, type=pair)
+    option("--id", "columns, comma-separated", dest="identity", default="")
+    option("--rate", type=rate, default=0)
+    option("--name", "a name; the same name stores nothing twice", required=True)
+    option("--broker", default="default")
 
-    erase = add("erase", "remove messages from database and lake")
-    erase.add_argument("--message-id", **several, type=uuid.UUID)
-    erase.add_argument("--key", **several)
-    erase.add_argument("--correlation-id", **several)
+    option = add("erase", "remove messages from database and lake")
+    option("--message-id", **several, type=uuid.UUID)
+    option("--key", **several)
+    option("--correlation-id", **several)
 
     add("verify", "read the lake and compare it with its log")
 
-    sweep = add("sweep", "tidy the lake")
-    sweep.add_argument("--orphans-older-than", type=duration, default="1d")
-    sweep.add_argument("--replaced-older-than", type=duration, default="7d")
-    sweep.add_argument("--keep", type=duration, help="drop days older than this")
-    sweep.add_argument("--no-compact", **switch)
+    option = add("sweep", "tidy the lake")
+    option("--orphans-older-than", type=duration, default="1d")
+    option("--replaced-older-than", type=duration, default="7d")
+    option("--keep", "drop days older than this", type=duration)
+    option("--no-compact", **switch)
 
 
 def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
