@@ -199,7 +199,8 @@ def check_recorded(destination: str, broker: str, alias: str) -> None:
 def _conflict(row: NewMessage, holder: NewMessage | OutboxMessage) -> AlreadyPending:
     left = isinstance(holder, OutboxMessage) and holder.dispatched_at is not None
     why = "is not processed yet" if left else "has not left"
-    cancel = "" if left else ', or "replace" to cancel it'
+    replaced = left or row.on_conflict == "replace"
+    cancel = "" if replaced else ', or "replace" to cancel it'
     return AlreadyPending(
         f"Message {holder.message_id} has the unique key {row.unique!r} and {why}, so "
         f'none is stored to {row.destination!r}. Use on_conflict="skip" to go on with '

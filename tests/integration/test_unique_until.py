@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from django.core.management import call_command
 from django.db import OperationalError, connections, transaction
+from django.db.models.functions import Now
 
 from django_txmsg import Message, Refuse, send_message, send_messages
 from django_txmsg.checks import stages
@@ -167,6 +168,32 @@ def test_only_a_message_that_has_not_left_is_replaced() -> None:
             send(3, on_conflict="replace")
         step(stage)
         assert send(4, on_conflict="replace") != second
+
+
+def test_a_message_that_a_relay_has_claimed_is_not_replaced() -> None:
+    with declared(nothing, PLACE):
+        first = send(1)
+        OutboxMessage.objects.update(linked_at=Now())
+        with pytest.raises(AlreadyPending) as caught:
+            send(2, on_conflict="replace")
+    assert caught.value.message_id == first
+    assert str(caught.value).endswith('Use on_conflict="skip" to go on with that one.')
+
+
+def test_a_handler_without_a_transaction_that_fails_has_a_successor() -> None:
+    sent: list[uuid.UUID] = []
+
+    def fails(message: Message) -> None:
+        sent.append(send())
+        raise ValueError
+
+    with declared(fails, PLACE, transaction="none") as stage:
+        first = send()
+        ship()
+        step(stage, times=2)
+    assert first != sent[0] == sent[1]
+    assert InboxMessage.objects.get().due_at is not None
+    assert OutboxMessage.objects.get(message_id=sent[0]).dispatched_at is None
 
 
 @pytest.mark.parametrize("batch", [1, 2])
