@@ -47,12 +47,17 @@ LOCAL = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.ui.enabled": "false",
     # Kept for a page that is not there.
+    "spark.sql.ui.explainMode": "simple",
     "spark.sql.ui.retainedExecutions": "1",
     "spark.ui.retainedJobs": "1",
     "spark.ui.retainedStages": "1",
     "spark.sql.shuffle.partitions": str(2 * (os.cpu_count() or 1)),
     "spark.ui.showConsoleProgress": "false",
 }
+
+#: The JVM's option for a run of seconds: it would spend most of its time on optimising
+#: code that it then hardly executes.
+SHORT = "-XX:TieredStopAtLevel=1"
 
 #: Only the end of the process's error output is kept.
 LONGEST_ERROR = 500
@@ -62,16 +67,17 @@ RUNS = 20
 
 @contextmanager
 def session(
-    job: str, settings: Mapping[str, str] | None = None
+    job: str, settings: Mapping[str, str] | None = None, *, short: bool = False
 ) -> Iterator[SparkSession]:
     """Yield a Spark session with the data source registered. A session that this
-    function creates is stopped at the end. An active session keeps its settings.
+    function creates is stopped at the end. An active session keeps its settings. Pass
+    short=True for a run of seconds.
 
     Raises EnvironmentFault if Spark does not start, for example because Java is
     missing.
     """
     active = SparkSession.getActiveSession()
-    spark = active or build(f"txmsg {job}", settings)
+    spark = active or build(f"txmsg {job}", settings, short=short)
     before = {name: spark.conf.get(name, None) for name in SETTINGS}
     try:
         for name, value in SETTINGS.items():
@@ -89,9 +95,11 @@ def session(
                     spark.conf.set(name, known)
 
 
-def build(name: str, settings: Mapping[str, str] | None = None) -> SparkSession:
+def build(
+    name: str, settings: Mapping[str, str] | None = None, *, short: bool = False
+) -> SparkSession:
     """Start a session. It runs locally on all cores, unless the environment sets a
-    master."""
+    master. Pass short=True for a run of seconds."""
     builder = SparkSession.builder.appName(name)
     chosen = dict(SETTINGS)
     remote = (settings or {}).get("spark.remote") or os.environ.get("SPARK_REMOTE", "")
@@ -105,6 +113,10 @@ def build(name: str, settings: Mapping[str, str] | None = None) -> SparkSession:
         chosen |= LOCAL
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ["PYTHONPATH"] = python_path()
+        if short:
+            # The user's options come later, and so take precedence.
+            own = os.environ.get("SPARK_SUBMIT_OPTS", "")
+            os.environ["SPARK_SUBMIT_OPTS"] = f"{SHORT} {own}"
     chosen |= settings or {}
     for key, value in chosen.items():
         builder = builder.config(key, value)

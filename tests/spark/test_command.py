@@ -8,6 +8,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from django_txmsg.spark.schemas import TABLES
 from django_txmsg.spark.spec import SESSION, JobSpec, LakeSpec
 from tests.faults import wait_until
 from tests.spark.conftest import ROOT
+from tests.spark.log import Log
 
 
 @pytest.mark.django_db(transaction=True)
@@ -286,3 +289,21 @@ def test_runs_and_batches_are_shown_and_cannot_be_changed(
     assert admin_client.get("/admin/txmsg_spark/pipelinerun/add/").status_code == 403
     deleted = admin_client.post(f"/admin/txmsg_spark/pipelinerun/{run.pk}/delete/")
     assert deleted.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("own", "level"),
+    [("", 1), pytest.param("-XX:TieredStopAtLevel=2", 2, marks=pytest.mark.matrix)],
+    ids=["default", "own"],
+)
+def test_a_run_since_an_instant_starts_a_jvm_for_short_work(
+    own: str, level: int, make_log: Callable[..., Log]
+) -> None:
+    spec = json.dumps(asdict(JobSpec((make_log("sqlite").spec,))))
+    options = f"spark.driver.extraJavaOptions=-XX:+PrintCommandLineFlags {own}"
+    ran = subprocess.run(
+        [sys.executable, "-m", "django_txmsg.spark", "reconcile", "--since", "24h",
+         "--spec", spec, "--conf", options],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=280,
+    )  # fmt: skip
+    assert f"-XX:TieredStopAtLevel={level} " in ran.stdout

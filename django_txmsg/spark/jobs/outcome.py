@@ -48,8 +48,9 @@ def started(given: argparse.Namespace, bar: Progress) -> Iterator[SparkSession]:
     """Yield a Spark session. While Spark starts, show a note that this takes some
     time."""
     bar.say("starting Spark")
+    short = given.job == "reconcile" and given.since is not None
     try:
-        with session(given.job, dict(given.conf)) as spark:
+        with session(given.job, dict(given.conf), short=short) as spark:
             yield spark
     finally:
         bar.stop()
