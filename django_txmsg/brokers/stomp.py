@@ -294,7 +294,10 @@ class StompSession(Session):
         if back and headers.get(wire.JMS_REPLY_TO) == back:  # not a client's address
             del headers[wire.JMS_REPLY_TO]
             if dialect.serves_jms:
-                headers[wire.JMS_REPLY_TO] = dialect.address(destinations.parse(back))
+                # Another system may have written a name that this broker forbids.
+                with contextlib.suppress(jms.InvalidDestinationError):
+                    address = dialect.address(destinations.parse(back))
+                    headers[wire.JMS_REPLY_TO] = address
         if dialect.serves_jms:
             body = java.for_java(headers, body)
         given = headers.get(wire.CORRELATION_ID, "")

@@ -80,3 +80,22 @@ def test_refusal_of_a_message_by_rabbitmq_is_still_one() -> None:
         (error,) = session.send([Outgoing("orders.place", headers, b"x")], isolate=True)
         session.close()
     assert isinstance(error, DispatchRejected)
+
+
+@pytest.mark.parametrize("address", ["/queue/a,b", "topic:", "a\x7fb"])
+def test_reply_address_that_no_broker_accepts_stops_no_message(address: str) -> None:
+    """An operator may redeliver the dead letter of another system's message."""
+    headers = {wire.REPLY_TO: address, wire.JMS_REPLY_TO: address}
+    batch = [
+        Outgoing("orders.place", {wire.MESSAGE_ID: str(uuid.uuid4()), **more}, b"x")
+        for more in ({}, headers, headers, {})
+    ]
+    with ScriptedBroker() as broker:
+        session = StompBroker("default", broker.url).open()
+        assert session.send(batch) == [None] * 4
+        session.close()
+        stored = broker.stored("/queue/orders.place")
+    assert [one.headers.get(wire.REPLY_TO) for one in stored] == [
+        None, address, address, None,
+    ]  # fmt: skip
+    assert not any(wire.JMS_REPLY_TO in one.headers for one in stored)
