@@ -178,6 +178,13 @@ def outcome(
     return DispatchUnknown(str(error), written=written, hung_up=hung_up)
 
 
+def _unanswered(error: jms.MessagingError) -> DispatchUnknown:
+    """Return the outcome of a transaction whose commit got no answer."""
+    cause = error.__cause__
+    silent = isinstance(cause, TimeoutError) or getattr(cause, "silent", False)
+    return DispatchUnknown(str(error), hung_up=not silent)
+
+
 #: Headers in which brokers record why they gave up on a message, and its destination.
 _CAUSES = ("dlqDeliveryFailureCause", "x-first-death-reason", "_AMQ_ORIG_ADDRESS")
 _ORIGINS = ("originalDestination", "original-destination", "x-first-death-queue")
@@ -473,10 +480,10 @@ class StompSession(Session):
             if self._connection.closed and not refused:
                 # The session no longer holds the deliveries: the broker sends them
                 # again.
-                raise BrokerUnavailable(str(error)) from error
+                raise _unanswered(error) from error
             raise refusals.by_stomp(str(error), str(error)) from error
         except jms.MessagingError as error:
-            raise DispatchUnknown(str(error)) from error
+            raise _unanswered(error) from error
 
     def rollback(self) -> None:
         self._enlisted.clear()

@@ -118,6 +118,9 @@ def _worked(arrival: Arrival) -> Outcome:
             raise refused.error from cause_of(refused.error)
         except BaseException as error:
             if not is_handlers(error):
+                if mode.is_turned_away(error):
+                    # A silent broker: not the message's fault.
+                    _given_back(arrival)
                 raise
             if arrival.begun:
                 abandon(connections[arrival.using])

@@ -26,6 +26,7 @@ from ..errors import (
     DeliveryLost,
     DestinationUnavailable,
     DispatchRejected,
+    DispatchUnknown,
     InvalidMessage,
 )
 from ..models.inbox import InboxRecord
@@ -195,9 +196,12 @@ class BrokerOnly(Mode):
 
     def is_turned_away(self, error: BaseException) -> bool:
         """Return True if the stage failed only because it sent to a destination that
-        accepts no messages at present. Then neither the message nor its handler is at
-        fault. In this mode, a stage sends directly to the broker."""
-        return isinstance(error, DestinationUnavailable)
+        accepts no messages at present, or because the broker did not answer the commit.
+        Then neither the message nor its handler is at fault. In this mode, a stage
+        sends directly to the broker."""
+        unknown = error.__cause__
+        silent = isinstance(unknown, DispatchUnknown) and not unknown.hung_up
+        return silent or isinstance(error, DestinationUnavailable)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:
         """Commit the broker's transaction. If the stage uses the database, the database
@@ -221,7 +225,7 @@ class BrokerOnly(Mode):
             # it once too often.
             raise BrokerUnavailable(
                 f"the outcome of the transaction is unknown: {error}"
-            )
+            ) from error
 
     def _note(self, seconds: float, error: BrokerError | None, employed: bool) -> None:
         """Do nothing. In this mode the database does not commit before the broker, so

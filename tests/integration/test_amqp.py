@@ -495,6 +495,32 @@ def test_queue_deleted_before_the_commit_is_redeclared_for_returned_messages(
     assert bodies(received(opened(rabbitmq_amqp.url()), target, 1)) == [b"x"]
 
 
+@pytest.mark.parametrize("over", ["amqp", "stomp"])
+@pytest.mark.parametrize("hung_up", [False, True])
+def test_commit_without_an_answer_reports_whether_the_broker_hung_up(
+    rabbitmq: RabbitMQ,
+    rabbitmq_amqp: ByAmqp,
+    opened: Open,
+    destination: str,
+    over: str,
+    hung_up: bool,
+) -> None:
+    server: Any = rabbitmq_amqp if over == "amqp" else rabbitmq
+    with Proxy(server.port) as proxy:
+        url = server.url(port=proxy.port, send_timeout="1", close_timeout="1")
+        session = opened(url, transacted=True)
+        session.subscribe(destination, prefetch=1)
+        session.enlist(Outgoing(destination, {}, b"x"))
+        if hung_up:
+            proxy.cut_after(1)
+        else:
+            proxy.lose(ANSWERS)
+        with pytest.raises(DispatchUnknown) as unknown:
+            session.commit([])
+        assert unknown.value.hung_up == hung_up
+        proxy.resume()
+
+
 def test_only_returned_messages_are_resent_after_the_commit(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:

@@ -25,7 +25,7 @@ from django_txmsg.models.fields import clock
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect, Order
-from tests.running import committing, declared, put, send, ship, step, txmsg
+from tests.running import Script, committing, declared, put, send, ship, step, txmsg
 
 pytestmark = committing
 
@@ -186,6 +186,41 @@ class LostCommit:
             raise DispatchUnknown("the connection ended")
 
         monkeypatch.setattr(DatabaseSession, "commit", commit)
+
+
+@pytest.mark.parametrize("hung_up", [False, True])
+@pytest.mark.parametrize("parked", [False, True])
+@pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
+def test_only_a_commit_on_which_the_broker_hangs_up_counts_as_an_attempt(
+    mode: Any, parked: bool, hung_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker with an alarm delivers messages, but does not answer a commit."""
+
+    def commit(session: DatabaseSession, acks: list[Delivery]) -> None:
+        session.rollback()
+        raise DispatchUnknown("no answer", hung_up=hung_up)
+
+    script = Script(ValueError() if parked else None)
+    with declared(script, transaction=mode) as stage:
+        send(stage.destination)
+        if parked:
+            step(stage)
+        with monkeypatch.context() as patch:
+            patch.setattr(DatabaseSession, "commit", commit)
+            for _ in range(8):
+                with suppress(BrokerUnavailable):
+                    step(stage)
+                InboxMessage.objects.filter(lease_until__isnull=False).update(
+                    lease_until=clock("default")
+                )
+        step(stage)
+        assert waiting(stage.destination) == 0
+    reasons = list(DeadLetter.objects.values_list("reason", flat=True))
+    assert reasons == (["worker_lost"] if hung_up else [])
+    assert waiting("tests.next") == (0 if hung_up else 1)
+    if not hung_up:
+        row = InboxMessage.objects.get()
+        assert (row.attempts, len(script.attempts)) == (1 + parked, 9 + parked)
 
 
 def client_decides_ids(message: Message) -> None:

@@ -414,7 +414,7 @@ class AmqpSession(Session):
         def on_return(method: bytes, properties: bytes, body: bytes) -> None:
             returned.append((method[3 + method[2] :], body))
 
-        with self._owned(DispatchUnknown):
+        with self._owned(committing=True):
             channel = self._opened()
             self._link.contents[CONSUMING, spec.Basic.Return] = on_return
             made = [self._ready(one, CONSUMING) for one in enlisted]
@@ -472,10 +472,10 @@ class AmqpSession(Session):
             self._link.close()
 
     @contextlib.contextmanager
-    def _owned(self, lost: type[BrokerError] = BrokerUnavailable) -> Iterator[None]:
-        """Hold the link's lock while the block runs. If the link breaks, raise an
-        exception of the class `lost`. If the broker closes a channel, raise
-        BrokerUnavailable."""
+    def _owned(self, *, committing: bool = False) -> Iterator[None]:
+        """Hold the link's lock while the block runs. If the broker closes a channel or
+        the link breaks, raise BrokerUnavailable. If the link breaks while the block
+        commits, raise DispatchUnknown."""
         try:
             with self._link.asking():
                 yield
@@ -484,4 +484,7 @@ class AmqpSession(Session):
             raise BrokerUnavailable(error.text) from error
         except BrokerUnavailable as error:
             self._subscription.over = str(error)
-            raise lost(str(error)) from error
+            if not committing:
+                raise
+            silent = isinstance(error.__cause__, TimeoutError)
+            raise DispatchUnknown(str(error), hung_up=not silent) from error
