@@ -100,6 +100,8 @@ class RedeliveryPolicy:
     def delay(self, attempt: int, rand: Callable[[], float] = random.random) -> float:
         """Return the seconds to wait between failed attempt number `attempt` and the
         next attempt."""
+        if not self.initial_delay:
+            return 0.0
         try:
             pause = self.initial_delay * self.backoff ** (attempt - 1)
         except OverflowError:

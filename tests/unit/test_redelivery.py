@@ -55,6 +55,11 @@ def test_the_defaults_are_activemqs() -> None:
     assert delays == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
 
 
+def test_without_an_initial_delay_no_attempt_is_delayed() -> None:
+    policy = RedeliveryPolicy(initial_delay=0.0, max_redeliveries=2000)
+    assert {policy.delay(attempt) for attempt in (1, 1024, 1025, 2000)} == {0.0}
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
