@@ -168,7 +168,7 @@ _LEASE = dt.timedelta(minutes=1)
 def _bury(row: InboxMessage, token: uuid.UUID, using: str, broker: str) -> None:
     rows = InboxMessage.objects.db_manager(using)
     rows.mark_dead(row.pk, row.last_error, token)
-    bury(
+    letter = bury(
         using=using,
         message_id=row.message_id,
         stage=row.stage,
@@ -180,5 +180,6 @@ def _bury(row: InboxMessage, token: uuid.UUID, using: str, broker: str) -> None:
         failure=Failure.because(REASON, row.last_error),
         attempts=row.attempts,
     )
+    answering.answer_dead(letter, REASON, using=using)
     # Messages that wait for it in an ordered stage recheck whether it is passed.
     InboxMessage.order.db_manager(using).wake(row.stage, [row.message_id])

@@ -550,6 +550,7 @@ class InboxManager(SqlManager):
             body=None,
             lease_until=None,
             lease_token=None,
+            waits_for=None,
             last_error=error,
         )
         return changed

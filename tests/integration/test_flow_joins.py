@@ -28,6 +28,7 @@ from django_txmsg import (
 )
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.dead_letters import bulk
+from django_txmsg.dead_letters.burial import bury_unread
 from django_txmsg.errors import (
     ConfigurationError,
     DispatchRejected,
@@ -305,6 +306,27 @@ def test_a_dead_letter_gives_its_place_to_the_next_request() -> None:
     bulk.finish(bulk.start("redeliver", {}))
     drain()
     assert amounts(run) == [0, 10, 20, 30, 40]
+
+
+def test_burying_a_request_for_newer_code_lets_the_next_request_leave() -> None:
+    broken.add(0)
+    run = tour(3, at_once=1)
+    answer(1)
+    broken.clear()
+    requests = InboxMessage.objects.filter(stage="tour.price")
+    requests.update(needs_type="tour.Price", needs_version=2)
+    drain()
+    assert effects() == []
+
+    assert bury_unread("default", "tour.price") == 1
+    drain()
+    assert effects() == ["price 1", "price 2"]
+    assert Batch.objects.get().progress.open == 1
+
+    requests.update(needs_type="", needs_version=None)
+    bulk.finish(bulk.start("redeliver", {}))
+    drain()
+    assert amounts(run) == [0, 10, 20]
 
 
 def test_a_request_that_the_broker_refuses_is_answered_at_once(

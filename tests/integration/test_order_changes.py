@@ -393,6 +393,7 @@ def test_burying_an_unread_message_releases_followers_with_skip() -> None:
         newer = InboxMessage.objects.filter(message_id=sent[1].id)
         newer.update(needs_type="tests.type", needs_version=2)
         assert bury_unread("default", stage.name) == 1
+        assert InboxMessage.order.waiting(stage.name, None) == (0, 0)
         settle(stage, 1)
     assert effects() == ["2"]
 
