@@ -81,6 +81,7 @@ class ClaimingManager(SqlManager):
         larger: bool = True,
         only: str | None = None,
         but: Collection[str] = (),
+        heads: bool = False,
     ) -> list[Claimed]:
         """Claim due rows for `lease` seconds, the oldest first. No other relay gets
         these rows. A row with a key is claimed only together with all earlier pending
@@ -96,6 +97,8 @@ class ClaimingManager(SqlManager):
         - `but` excludes destinations, and rows that must follow an excluded row.
         - `floor` excludes rows that were due before this time, so that a busy relay
           does not scan the rows that it has just settled.
+        - `heads` selects, of each key, only the first pending row. So rows behind a row
+          that another transaction has locked cannot fill the batch.
         """
         connection, table = connections[self.db], self._table
         now = began_sql(connection)
@@ -117,7 +120,7 @@ class ClaimingManager(SqlManager):
             parameters.append(floor)
         # Excluded rows are not selected at all: if they were dropped later, they could
         # fill every batch.
-        waits = "e.due_at > c.due_at"
+        waits = "TRUE" if heads else "e.due_at > c.due_at"
         blocking: list[Any] = []
         if only is not None:
             narrow += " AND c.destination = %s"

@@ -153,6 +153,9 @@ log = logging.getLogger("django_txmsg.relay")
 #: are killed more often than relays, and their messages wait for the lease's end.
 AFTER_COMMIT_LEASE = 15.0
 
+#: Seconds after which a lane without rows looks for the heads of keys again.
+HEADS_INTERVAL = 1.0
+
 
 class _Wanted(NamedTuple):
     """What limits the rows of one claim, unless it is None."""
@@ -195,6 +198,8 @@ class Lane:
         #: The monotonic time at which the session was opened.
         self.opened = 0.0
         self._sweep = Sweep()
+        #: The monotonic time from which the lane may look for the heads of keys.
+        self._heads_at = 0.0
         self._pauses = pauses.of(using, broker)
         #: The destinations that were paused at the last claim, ...
         self._held: AbstractSet[str] = frozenset()
@@ -338,7 +343,7 @@ class Lane:
             self._sweep.rewind()  # its messages are older than the sweep's place
         self._held = held
 
-        def claim(floor: str | None) -> list[Claimed]:
+        def claim(floor: str | None, *, heads: bool = False) -> list[Claimed]:
             return self._outbox().claim(
                 broker=self.broker_alias,
                 token=token,
@@ -352,10 +357,18 @@ class Lane:
                 larger=part.larger,
                 only=only,
                 but=held - {only},
+                heads=heads,
             )
 
-        narrowed = any(one is not None for one in wanted)
-        return claim(None) if narrowed else self._sweep.claim(claim)
+        if any(one is not None for one in wanted):
+            return claim(None)
+        claimed = self._sweep.claim(claim)
+        if not claimed and time.monotonic() >= self._heads_at:
+            # Another transaction may have locked the first row of a key, and the rows
+            # behind it may have filled the batch.
+            claimed = claim(None, heads=True)
+            self._heads_at = 0.0 if claimed else time.monotonic() + HEADS_INTERVAL
+        return claimed
 
     def _send(
         self, rows: list[Claimed], settlement: Settlement, *, apart: bool

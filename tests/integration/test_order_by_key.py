@@ -11,9 +11,10 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 from django.db.models.functions import Now
 
+from django_txmsg import cancel_message
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import DispatchRejected
 from django_txmsg.models import OutboxMessage
@@ -73,6 +74,35 @@ def test_a_head_that_is_due_again_does_not_drown_behind_its_followers() -> None:
     sent = queued()
     assert sorted(sent) == list(range(32))
     assert [one for one in sent if one < 30] == list(range(30))
+
+
+@pytest.mark.postgresql
+def test_a_locked_message_holds_back_only_its_key() -> None:
+    """The rows behind the locked row fill the batch. The relay still sends messages of
+    other keys and messages without a key."""
+    store(["a"] * 4 + [None, "b", "b", "c"])
+    first = OutboxMessage.objects.order_by("id")[0].message_id
+    cancelled, leave = threading.Event(), threading.Event()
+
+    def cancel() -> None:
+        with transaction.atomic():
+            assert cancel_message(first)
+            cancelled.set()
+            leave.wait(30)
+        connection.close()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    try:
+        assert cancelled.wait(30)
+        with txmsg(RELAY={**IMPATIENT["RELAY"], "BATCH_SIZE": 3}):
+            ship()
+        assert queued() == [4, 5, 7, 6]
+    finally:
+        leave.set()
+        thread.join()
+    ship()
+    assert queued() == [4, 5, 7, 6, 1, 2, 3]
 
 
 def test_a_leased_message_holds_back_its_key() -> None:

@@ -131,6 +131,10 @@ def test_a_key_is_looked_up(backlog: list[int]) -> None:
     assert read_for(claim) < 2000
 
 
+def test_the_heads_of_keys_are_looked_up(backlog: list[int]) -> None:
+    assert read_for(partial(claim, heads=True)) < 2000
+
+
 def copies(model: Any, **columns: str) -> None:
     """Copy a table's first row many times. `columns` maps a column's name to an SQL
     expression for its value in the copies."""
