@@ -429,9 +429,9 @@ def _record_options(stage: Stage, between: Callable[[], object]) -> bool:
     ordering.begin([stage], between)
     lines = RateLine.objects.db_manager(stage.definition.using)
     if stage.rate is None:
-        lines.no_more(stage.name)
+        lines.no_more(stage.name, between)
     else:
-        lines.changed(stage.name, stage.rate.period)
+        lines.changed(stage.name, stage.rate.period, between)
     return True
 
 

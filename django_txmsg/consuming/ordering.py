@@ -197,7 +197,7 @@ def begin(
             rows.release_stranded(stage.name, between)
         else:
             states.unordered(stage.name)
-            rows.wait_no_more(stage.name)
+            rows.wait_no_more(stage.name, between)
         if not (stage.ordered and limited):
             states.full(stage.name, False)
 

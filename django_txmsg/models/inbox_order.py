@@ -48,7 +48,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 MEASURED = 1000
 #: Waiting rows rechecked, and released, in one statement.
 ASKED = 1000
-#: Waiting rows read in one statement that looks for stranded rows.
+#: Waiting rows that one statement reads to find stranded rows, or releases because the
+#: stage is not ordered any more.
 READ = 10_000
 #: Seconds to wait for a predecessor that may never arrive, at a stage that does not
 #: skip: one that is on its way arrives sooner.
@@ -492,15 +493,19 @@ class OrderManager(SqlManager):
             )
             return int(cursor.rowcount)
 
-    def wait_no_more(self, stage: str) -> int:
+    def wait_no_more(self, stage: str, between: Callable[[], object]) -> None:
         """Release all waiting messages of a stage that is not ordered any more. Skip a
         message that a worker is processing: its row stays locked while the handler
-        runs."""
+        runs. `between` is called after each `READ` messages."""
+        # Materialized: otherwise the planner might evaluate the selection repeatedly.
         free = (
-            f"id IN (SELECT c.id FROM {self._table} c WHERE c.stage = %s"  # noqa: S608 - constants only
-            f" AND {waits_sql('c')} {skip_locked_sql(connections[self.db])})"
+            f"id IN (WITH free AS MATERIALIZED (SELECT c.id FROM {self._table} c"  # noqa: S608 - constants only
+            " WHERE c.stage = %s"
+            f" AND {waits_sql('c')} LIMIT {READ}"
+            f" {skip_locked_sql(connections[self.db])}) SELECT id FROM free)"
         )
-        return self._release(stage, free, [stage])
+        while self._release(stage, free, [stage]) == READ:
+            between()
 
     def release_stranded(self, stage: str, between: Callable[[], object]) -> None:
         """Make waiting messages due whose predecessor does not wait any more, but has

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from array import array
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from django.db import connections, models, transaction
+from django.db import connections, models
 from django.db.models.functions import Now
 
 from .. import conf, rules
@@ -209,33 +211,49 @@ class RateLineManager(SqlManager):
         place = after - count if slot is None else slot
         return place, origin + place * period
 
-    def changed(self, stage: str, period: float) -> None:
-        """Apply a stage's rate to all its lines. If the rate has changed, reschedule
-        the messages that wait for a slot. Otherwise reschedule only messages that are
-        due later than their slot: a process with another rate may have parked them."""
-        connection = connections[self.db]
-        now = _epoch_sql(connection)
-        # Both or none: a second try would not find that the rate has changed.
-        with transaction.atomic(using=self.db), connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {self._table} AS l SET period = %s,"  # noqa: S608 - constants only
-                f" origin = {_ORIGIN.format(now=now)}"
-                " WHERE stage = %s AND period <> %s",
-                [period, period, stage, period],
-            )
-            which = "i.stage = %s AND i.lease_token IS NULL"
-            if not cursor.rowcount:
-                which += f" AND i.due_at > {self._due(LATE)}"
-            self._move(cursor, which, [stage])
+    def changed(self, stage: str, period: float, between: Callable[[], object]) -> None:
+        """Apply a stage's rate to all its lines. Then reschedule the messages that are
+        not due at the time of their slot. The rate may have changed, or a process with
+        another rate may have parked them. `between` is called after each MOVED
+        messages."""
+        now = _epoch_sql(connections[self.db])
+        self._changed(
+            f"UPDATE {self._table} AS l SET period = %s,"  # noqa: S608 - constants only
+            f" origin = {_ORIGIN.format(now=now)}"
+            " WHERE stage = %s AND period <> %s",
+            [period, period, stage, period],
+        )
+        early, late = self._due(-LATE), self._due(LATE)
+        for part in self._waiting(stage, between):
+            with connections[self.db].cursor() as cursor:
+                self._move(
+                    cursor,
+                    f"i.id IN ({', '.join(map(str, part))}) AND i.lease_token IS NULL"
+                    f" AND NOT i.due_at BETWEEN {early} AND {late}",
+                    [],
+                )
 
-    def no_more(self, stage: str) -> None:
+    def no_more(self, stage: str, between: Callable[[], object]) -> None:
         """Release all messages that wait for a slot of a stage. Call this if the stage
         no longer has a rate. Skip claimed messages: the row of a message stays locked
-        while its handler runs."""
+        while its handler runs. `between` is called after each MOVED messages."""
+        for part in self._waiting(stage, between):
+            InboxMessage.objects.using(self.db).filter(
+                pk__in=part, slot__isnull=False, due_at__isnull=False, lease_token=None
+            ).update(due_at=Now(), slot=None, key="")
+
+    def _waiting(
+        self, stage: str, between: Callable[[], object]
+    ) -> Iterator[array[int]]:
+        """Yield the ids of the messages that wait for a slot of a stage, in parts of at
+        most MOVED. All ids are read first, so that no part searches for its rows."""
         waiting = InboxMessage.objects.using(self.db).filter(
             stage=stage, slot__isnull=False, due_at__isnull=False, lease_token=None
         )
-        waiting.update(due_at=Now(), slot=None, key="")
+        ids = array("q", waiting.values_list("pk", flat=True).iterator())
+        for first in range(0, len(ids), MOVED):
+            yield ids[first : first + MOVED]
+            between()
 
     def move_overdue(self, stage: str, key: str) -> None:
         """Set the due times of a line's parked messages to the times of their slots

@@ -182,6 +182,25 @@ def test_a_process_beats_while_it_looks_for_stranded_messages(
     assert [*due] == [rows[0], rows[4]]
 
 
+def test_a_stage_that_is_not_ordered_any_more_releases_a_few_messages_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inbox_order, "READ", 2)
+    with declared(effect, ordered="block") as stage:
+        send_chain(stage.destination, [0, 1, 2, 3, 4, 5])
+        _, *rest = taken(stage.destination)
+        deliver(stage.destination, *rest)
+        step(stage, times=5)
+        waiting = InboxMessage.objects.filter(waits_for__isnull=False)
+        left: list[int] = []
+        ordering.begin(
+            [replace(stage, ordered=None)], lambda: left.append(waiting.count())
+        )
+    assert left == [3, 1]
+    assert not waiting.exists()
+    assert InboxMessage.objects.filter(due_at__lte=Now()).count() == 5
+
+
 @pytest.mark.postgresql
 @pytest.mark.parametrize("options", [{"ordered": "block"}, {"rate": "1/h"}])
 def test_a_consumer_starts_while_another_handles_what_an_old_one_has_parked(

@@ -20,10 +20,11 @@ from django.utils import timezone
 
 from django_txmsg import Message, RedeliveryPolicy, stage
 from django_txmsg.checks import stages as checks
-from django_txmsg.consuming.consumer import Consumer
+from django_txmsg.consuming.consumer import Consumer, _record_options
 from django_txmsg.envelope.stage_options import Rate
 from django_txmsg.errors import ConfigurationError
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, RateLine
+from django_txmsg.models import stage as rate_lines
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.testing import drain
 from tests.app.models import Effect
@@ -222,6 +223,38 @@ def test_a_changed_rate_moves_the_messages_that_wait(rate: str, hours: float) ->
     after = [seconds_until(row) / HOUR for row in waiting()]
     expected = [hours * number for number in (1, 2, 3)]
     assert after == pytest.approx(expected, abs=0.05 * hours)
+
+
+@pytest.mark.parametrize("rate", ["2/h", "1/d", None])
+def test_a_change_of_rate_moves_a_few_messages_at_a_time(
+    rate: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends before it has moved all messages does not stop the next
+    process from moving the others."""
+    monkeypatch.setattr(rate_lines, "MOVED", 2)
+    with declared(effect, rate="1/h") as old:
+        for _ in range(6):
+            send(old.destination)
+        step(old, times=6)
+    before = {row.pk: row.due_at for row in waiting()}
+    new = replace(old, rate=rate and Rate.parse(rate))
+    moved: list[int] = []
+
+    def between() -> None:
+        moved.append(sum(row.due_at != before[row.pk] for row in waiting()))
+        if len(moved) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _record_options(new, between)
+    _record_options(new, between)
+    assert moved[0] == 2
+    assert len(moved) >= 3
+    assert moved[-1] == 5
+    hours = {"2/h": 0.5, "1/d": 24.0}.get(rate or "", 0.0)
+    after = [seconds_until(row) / HOUR for row in waiting()]
+    expected = [hours * number for number in (1, 2, 3, 4, 5)]
+    assert after == pytest.approx(expected, abs=0.05 * (hours or 1))
 
 
 @pytest.mark.parametrize("rate", ["100/s", None])
