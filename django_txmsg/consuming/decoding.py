@@ -20,7 +20,7 @@ from .. import wire
 from ..brokers.base import Delivery, Session
 from ..envelope import serializers
 from ..envelope.codec import from_json, to_json
-from ..envelope.message import Message, new_id
+from ..envelope.message import Message, correlation_id, new_id
 from ..envelope.message_type import is_name
 from ..envelope.serializers import is_json
 from ..errors import DecodeError
@@ -111,7 +111,7 @@ def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
         key=headers.get(wire.KEY),
         created_at=wire.created(headers),
         redelivered=came_before(delivery),
-        correlation_id=_correlation_id(headers),
+        correlation_id=correlation_id(headers),
         service=headers.get(wire.SERVICE),
         conversation=wire.conversation(headers),
     )
@@ -204,13 +204,6 @@ def from_parked(parked: Parked) -> Delivery:
     broker_id = headers.pop("txmsg-broker-id", "")
     headers.setdefault(wire.MESSAGE_ID, str(parked.record.message_id))
     return Delivery(parked.destination, headers, parked.body, True, broker_id)
-
-
-def _correlation_id(headers: Mapping[str, str]) -> str | None:
-    """Return the correlation id, cut to the length of its column in the inbox and the
-    outbox."""
-    found = headers.get(wire.CORRELATION_ID)
-    return None if found is None else found[: wire.MAX_CORRELATION_ID]
 
 
 def _uuid(text: str) -> uuid.UUID | None:

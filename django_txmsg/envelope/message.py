@@ -35,6 +35,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 # headers when it restarts: its store cannot hold them.
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ABOVE = re.compile(r"[\U00010000-\U0010ffff]")
+_REFUSED = re.compile("|".join(one.pattern for one in (_CONTROL, _SURROGATE, _ABOVE)))
 
 
 _UNCARRIED = (
@@ -199,6 +200,19 @@ def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
                 "are allowed. Put it into the body."
             )
     return dict(headers)
+
+
+def carried(text: str) -> str:
+    """Return the text of a foreign header in a form that `check_headers()` accepts: in
+    place of each character that a broker could not carry, it has U+FFFD."""
+    return _REFUSED.sub("\ufffd", text)
+
+
+def correlation_id(headers: Mapping[str, str]) -> str | None:
+    """Return the correlation id that a message's headers name, as the messages that
+    follow from it can have it: its length is that of the column."""
+    found = headers.get(wire.CORRELATION_ID)
+    return None if found is None else carried(found[: wire.MAX_CORRELATION_ID])
 
 
 def check_duration(name: str, value: object) -> dt.timedelta | None:

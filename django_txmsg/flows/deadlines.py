@@ -7,8 +7,9 @@ may try to store it, and only one succeeds.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
 
+from django.db import Error as AnyDatabaseError
 from django.db import transaction
 
 from .. import conf
@@ -17,6 +18,8 @@ from ..models import Run
 from ..scheduling.time_loop import TimeLoop
 from .declaration import Declaration, declarations
 from .values import TimedOut, deadline_id
+
+log = logging.getLogger("django_txmsg.flows")
 
 #: Longest time, in seconds, between two checks: another process may have stored a
 #: nearer deadline.
@@ -53,10 +56,15 @@ class Deadlines(TimeLoop):
             for run in due:
                 declared = known[run.flow]
                 assert run.turn is not None  # by a constraint
-                # Stored already, if the run was not continued within a minute.
-                with suppress(DuplicateMessage):
-                    message_id = deadline_id(run.turn)
+                message_id = deadline_id(run.turn)
+                try:
                     declared.continue_run(
                         run, run.turn, TimedOut(), message_id=message_id
                     )
+                except DuplicateMessage:
+                    pass  # stored already, if the run was not continued in a minute
+                except AnyDatabaseError:
+                    raise
+                except Exception:  # another run's time-out is stored all the same
+                    log.exception("the time-out of run %s is not stored", run.run_id)
         return len(due)

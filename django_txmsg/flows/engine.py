@@ -19,8 +19,8 @@ from django.db import transaction
 from django.db.models.functions import Now
 
 from .. import codecs, conf, signals, wire
-from ..envelope.message import Message
-from ..errors import ConfigurationError, DecodeError, FlowError
+from ..envelope.message import Message, carried, check_headers
+from ..errors import ConfigurationError, DecodeError, FlowError, InvalidMessage
 from ..models import FlowUndo, Run
 from ..models.fields import clock
 from ..models.run import Outcome, WaitsFor
@@ -635,7 +635,7 @@ def _back(message: Message) -> dict[str, str]:
 
 def _baggage(message: Message) -> dict[str, str]:
     return {
-        name.removeprefix(wire.PROP): value
+        name.removeprefix(wire.PROP): carried(value)
         for name, value in message.conversation.items()
         if name.startswith(wire.PROP)
     }
@@ -645,11 +645,15 @@ def _checked(baggage: dict[str, str]) -> dict[str, str]:
     """Return a copy of the baggage, the headers that all messages of a flow have.
     Raises ConfigurationError for values that are invalid in a header."""
     for name, value in baggage.items():
-        fits = isinstance(name, str) and isinstance(value, str)
+        fits = isinstance(name, str) and isinstance(value, str) and name
         if not fits or not name.isascii() or not value.isprintable():
             raise ConfigurationError(
                 f"The baggage of a flow is text by name, of one line; {name!r} is not."
             )
+    try:
+        check_headers({f"x-{name}": value for name, value in baggage.items()})
+    except InvalidMessage as error:
+        raise ConfigurationError(f"No message can carry the baggage: {error}") from None
     if sum(len(name) + len(value) for name, value in baggage.items()) > MAX_BAGGAGE:
         raise ConfigurationError(f"The baggage is longer than {MAX_BAGGAGE}.")
     return dict(baggage)

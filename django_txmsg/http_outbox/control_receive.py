@@ -47,7 +47,10 @@ class Look:
     began: float = field(default_factory=time.monotonic)
     attempts: int = 0
     transit_time: float | None = None
-    #: Since when only the dispatch of the messages is outstanding.
+    #: Whether the session has committed, so that only the dispatch of its messages is
+    #: outstanding.
+    committed: bool = False
+    #: Since when the dispatch fails.
     stuck_since: float | None = None
 
     @property
@@ -193,7 +196,7 @@ def _look_safely(control: ControlMessage, look: Look, dispatch: Dispatch) -> str
             log.info("session %s waits: %s", control.session_id, error)
         else:
             log.exception("cannot check session %s yet", control.session_id)
-        if database_health.is_away(error) or look.patient():
+        if database_health.is_away(error) or not look.committed or look.patient():
             raise LookAgain(look.pause(0.2, 5.0)) from error
     else:
         looking.worked()
@@ -293,6 +296,7 @@ def _left_behind(using: str, group: uuid.UUID) -> bool:
 def _ship(
     control: ControlMessage, look: Look, pending: Pending, dispatch: Dispatch
 ) -> str:
+    look.committed = True
     if not pending.count:
         return "already_dispatched"
     if pending.due > pending.leased:

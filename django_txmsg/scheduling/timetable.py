@@ -298,10 +298,11 @@ def read_made(rows: Iterable[Schedule]) -> dict[str, Recurring]:
     for row in rows:
         if row.made is None or row.name in declared:
             continue
-        given = {name: value for name, value in row.made.items() if name in _NAMES}
-        seconds = given.get("expires")
-        given["expires"] = None if seconds is None else dt.timedelta(seconds=seconds)
         try:
+            given = {name: value for name, value in row.made.items() if name in _NAMES}
+            seconds = given.get("expires")
+            if seconds is not None:
+                given["expires"] = dt.timedelta(seconds=seconds)
             one = Recurring(name=row.name, using=row._state.db, **given)
             assert one.cron
         except Exception:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import conf, wire
 from ..envelope.handler import Handler
-from ..envelope.message import Message
+from ..envelope.message import MAX_NAME_LENGTH, Message, correlation_id
 from ..envelope.message_type import message_type
 from ..errors import DecodeError
 from ..models import DeadLetter, InboxMessage
@@ -61,8 +61,10 @@ class Address:
         destination = given.get(wire.REPLY_TO)
         if destination is None:
             return None
-        allowed = destination in conf.get().REPLY_TO
-        if not allowed and not _ANSWERED.fullmatch(destination):
+        allowed = destination in conf.get().REPLY_TO or (
+            len(destination) <= MAX_NAME_LENGTH and _ANSWERED.fullmatch(destination)
+        )
+        if not allowed:
             raise DecodeError(
                 "reply_to",
                 f"no answer goes to {destination[:80]!r}: it is neither the steps of a "
@@ -97,7 +99,7 @@ class Address:
             destination,
             answer,
             back,
-            correlation_id=self.given.get(wire.CORRELATION_ID, ""),
+            correlation_id=correlation_id(self.given) or "",
             using=using,
             broker=broker,
         )

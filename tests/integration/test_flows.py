@@ -811,6 +811,60 @@ class Shipping(Flow[Pack, str], name="shop.shipping", within=None):
         return self.fail(f"given up: {getattr(why, 'reason', 'late')}")
 
 
+@shelved
+class Napping(Flow[Pack, str], name="shop.napping", within=None):
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        if pack.how:
+            self.baggage["tenant"] = pack.how
+            return self.later(self.awake)
+        return self.sleep(MINUTE, then=self.awake)
+
+    @step
+    def awake(self) -> Next[str]:
+        return f"awake {self.baggage.get('tenant')}"
+
+
+def test_a_request_with_headers_that_no_message_can_carry_is_answered() -> None:
+    headers = {
+        "content-type": "application/json",
+        wire.CORRELATION_ID: "order-\U0001f600\x7f",
+        f"{wire.PROP}tenant": "\U0001f600",
+    }
+    with at_hand(Napping):
+        put("shop.napping", b'{"number": "7", "how": ""}',
+            {"txmsg-id": str(uuid.uuid4()), **headers})  # fmt: skip
+        drain(ahead=HOUR)
+
+    run = Run.objects.get()
+    assert (run.outcome, run.answer) == (Outcome.ANSWERED, '"awake \ufffd"')
+    assert run.correlation_id == "order-\ufffd\ufffd"
+
+
+def test_a_time_out_that_cannot_be_stored_keeps_no_other_from_its_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with at_hand(Napping):
+        with transaction.atomic():
+            bad, good = (start(Napping, Pack(one, "")) for one in "12")
+        drain()
+        # As an earlier release has stored it.
+        Run.objects.filter(pk=bad.pk).update(correlation_id="\U0001f600")
+        drain(ahead=HOUR)
+
+    assert again(good).outcome == Outcome.ANSWERED
+    assert again(bad).waits_for == WaitsFor.TIME
+    assert f"the time-out of run {bad.run_id} is not stored" in caplog.text
+
+
+def test_baggage_that_no_message_can_carry_is_refused() -> None:
+    with at_hand(Napping):
+        with transaction.atomic():
+            start(Napping, Pack("1", "\U0001f600"))
+        drain(raises=False)
+    assert "No message can carry the baggage" in DeadLetter.objects.get().exception
+
+
 def void(request: Reserve) -> None:
     Effect.objects.create(name=f"void {request.number}", message_id="")
 
@@ -1205,6 +1259,26 @@ def test_answer_to_a_foreign_destination_is_refused() -> None:
     assert DeadLetter.objects.get().reason == "reply_to"
     assert effects() == []
     assert not OutboxMessage.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("reply_to", "correlation_id"),
+    [("a" * 300 + ".steps", "c"), ("shop.checkout.steps", "c\U0001f600" + "d" * 300)],
+    ids=["long address", "uncarried correlation id"],
+)
+def test_an_unreadable_request_is_buried_whoever_asked(
+    reply_to: str, correlation_id: str
+) -> None:
+    headers = {
+        "content-type": "application/json",
+        wire.TYPE: "tests.Reserve;v=1;min=1",
+        wire.REPLY_TO: reply_to,
+        wire.CORRELATION_ID: correlation_id,
+        wire.TICKET: "x",
+    }
+    put("shop.reserve", b"[]", {"txmsg-id": str(uuid.uuid4()), **headers})
+    drain()
+    assert DeadLetter.objects.get(stage="shop.reserve").reason == "invalid_body"
 
 
 def test_an_undo_whose_request_is_done_elsewhere_is_an_error_of_the_checks() -> None:

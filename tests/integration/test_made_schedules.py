@@ -162,11 +162,20 @@ def test_what_the_code_declares_comes_first(
 
 
 @pytest.mark.django_db
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"expression": "?", "destination": "d"},
+        {"expression": "* * * * *", "destination": "d", "expires": "PT5M"},
+        ["* * * * *", "d"],
+    ],
+    ids=["expression", "expires", "list"],
+)
 def test_a_row_that_this_code_cannot_read_keeps_no_other_from_its_ticks(
-    clock: Clock, timekeeper: Timekeeper, caplog: pytest.LogCaptureFixture
+    clock: Clock, timekeeper: Timekeeper, caplog: pytest.LogCaptureFixture, made: object
 ) -> None:
     make("bad")
-    Schedule.objects.update(made={"expression": "?", "destination": "d"})
+    Schedule.objects.update(made=made)
     make("good")
     clock.now += MINUTE
     timekeeper.tick()

@@ -16,11 +16,12 @@ from django.db import connection, connections, transaction
 from django.test import override_settings
 from django.utils import timezone
 
-from django_txmsg import outbox_session, send_message, signals
+from django_txmsg import conf, outbox_session, send_message, signals
 from django_txmsg.http_outbox import (
     control_connection,
     control_group,
     control_message,
+    control_receive,
     control_thread,
 )
 from django_txmsg.http_outbox.session import OutboxSession
@@ -32,6 +33,7 @@ from tests.faults import Proxy, wait_until
 from tests.running import drained
 from tests.services import ActiveMQ, PostgreSQL
 from tests.services.postgresql import Standby
+from tests.services.server import free_port
 
 from .conftest import wait_for_the_database
 
@@ -65,7 +67,10 @@ def settings_for(
         return override_settings(
             TXMSG={
                 "SERVICE": destination,
-                "BROKERS": {"default": {"URL": activemq.url(port=proxy.port)}},
+                "BROKERS": {
+                    "default": {"URL": activemq.url(port=proxy.port)},
+                    "down": {"URL": f"stomp://127.0.0.1:{free_port()}"},
+                },
                 "DISPATCH_ON_COMMIT": "off",
                 "HTTP": {"CONTROL_GROUP": WINDOW, **http},
             }
@@ -184,6 +189,21 @@ def test_an_open_session_keeps_its_groups_message_unsettled(
     # A late receipt may bring the message a second time.
     wait_until(lambda: heard["handled"])
     assert set(outcomes(heard)) <= {"dispatched", "already_dispatched"}
+
+
+def test_a_broker_that_is_down_ends_no_check_of_an_open_session(
+    grouped, receiver, heard, monkeypatch
+) -> None:
+    # The receiver has no patience with messages that cannot be sent.
+    monkeypatch.setattr(control_receive, "PATIENCE", -conf.get().RELAY.LEASE)
+    store("opens", broker="down")
+    with outbox_session():
+        send("joins", key="a")
+        receiver()
+        wait_for_the_database(WINDOW + SPARE + 4)
+        assert heard["handled"] == []
+    wait_until(lambda: pending() == 1)  # the one to the broker that is down
+    wait_until(lambda: outcomes(heard) == ["left_to_relay"])
 
 
 def test_a_savepoint_gives_back_lock_and_rows(grouped, receiver, heard) -> None:
