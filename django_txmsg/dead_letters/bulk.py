@@ -272,14 +272,26 @@ def work_batch(
             if database_health.gave_up_waiting(error):
                 return None
             # The victim of a deadlock: nothing was changed.
-            if patience is None or in_block(connections[using]):
+            if in_block(connections[using]):
                 raise
+            if patience is None:
+                if not taken or not _is_too_much(error):
+                    raise
+                return _smaller(taken[0], using, error)
             (stop or threading.Event()).wait(patience)
         except Exception as error:
             if not taken or must_roll_back(connections[using]):
                 raise
             return _smaller(taken[0], using, error)
     return None
+
+
+def _is_too_much(error: OperationalError) -> bool:
+    """Return whether PostgreSQL refused a statement, for example because it ran longer
+    than `statement_timeout`, and may accept it for fewer messages."""
+    state = database_health.sqlstate(error)
+    passes = state.startswith("40") or database_health.is_away(error)
+    return bool(state) and not passes
 
 
 def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int | None:
@@ -378,7 +390,8 @@ def _doing(kind: str) -> Do:
 
 def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
     """Make the operation's batches smaller, after a batch failed and was rolled back.
-    If a batch of one message fails, skip that message."""
+    If a batch of one message fails, skip that message. If not even that message can be
+    selected, pause the operation, so that it does not block the others."""
     log.warning("bulk operation %d: a batch failed: %s", operation.pk, error)
     with transaction.atomic(using=using), suppress(_Moved):
         if operation.batch_size > 1:
@@ -386,7 +399,16 @@ def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
             smaller = max(1, operation.batch_size // 10)
             _advance(operation, using, batch_size=smaller, last_error=str(error)[:2000])
             return 0
-        batch = _next(operation, using)
+        try:
+            with transaction.atomic(using=using):
+                batch = _next(operation, using)
+        except Exception as refusal:
+            if database_health.is_away(refusal):
+                raise
+            why = str(refusal)[:2000]
+            _advance(operation, using, state=BulkState.PAUSED, last_error=why)
+            log.error("bulk operation %d is paused: %s", operation.pk, why)
+            return 0
         if not batch:
             return 0
         remembered = dict(operation.skipped_why)

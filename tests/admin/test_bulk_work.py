@@ -4,7 +4,7 @@ can be limited, paused and cancelled."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -134,6 +134,60 @@ def test_message_that_cannot_be_redelivered_does_not_stop_the_others() -> None:
     assert operation.last_error
     spoilt.refresh_from_db()
     assert spoilt.resolution == "open"
+
+
+@pytest.fixture
+def slow_inserts() -> Iterator[None]:
+    """Storing more than ten messages in one statement takes longer than the database
+    allows."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            """
+            CREATE FUNCTION slow_insert() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                IF (SELECT count(*) FROM stored) > 10 THEN PERFORM pg_sleep(60); END IF;
+                RETURN NULL;
+            END $$;
+            CREATE TRIGGER slow_insert AFTER INSERT ON django_txmsg_outboxmessage
+                REFERENCING NEW TABLE AS stored
+                FOR EACH STATEMENT EXECUTE FUNCTION slow_insert();
+            SET statement_timeout = '500ms'
+            """
+        )
+    yield
+    with connection.cursor() as cursor:
+        cursor.execute("SET statement_timeout = 0; DROP FUNCTION slow_insert() CASCADE")
+
+
+@pytest.mark.postgresql
+@pytest.mark.django_db(transaction=True)
+def test_batch_that_times_out_becomes_smaller_and_blocks_no_other_operation(
+    slow_inserts: None,
+) -> None:
+    slow = factories.DeadLetterFactory.create_batch(25, reason="refused")
+    factories.DeadLetterFactory.create_batch(3, reason="expired")
+    bulk.start("redeliver", {"reason": "refused"})
+    bulk.start("discard", {"reason": "expired"})
+
+    bulk.work_off("default", threading.Event())
+
+    ends = BulkOperation.objects.order_by("pk").values_list("state", "done", "skipped")
+    assert list(ends) == [("done", 25, 0), ("done", 3, 0)]
+    assert OutboxMessage.objects.count() == len(slow)
+
+
+@pytest.mark.django_db
+def test_operation_whose_filter_is_unknown_is_paused_and_blocks_no_other() -> None:
+    factories.DeadLetterFactory.create_batch(3)
+    newer, other = bulk.start("redeliver", {}), bulk.start("discard", {})
+    BulkOperation.objects.filter(pk=newer.pk).update(filter={"newer": "x"})
+
+    bulk.work_off("default", threading.Event())
+
+    newer.refresh_from_db()
+    assert newer.state == "paused"
+    assert "newer" in newer.last_error
+    other.refresh_from_db()
+    assert (other.state, other.done) == ("done", 3)
 
 
 @pytest.mark.django_db
