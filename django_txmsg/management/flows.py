@@ -28,13 +28,14 @@ _UNDO = ("number", "destination", "request_id", "confirmed_at")
 class Command(BaseCommand):
     """Show, resume, time out, cancel, answer and send back runs of flows."""
 
-    help = "Runs of flows: what each waits for, its steps, and five acts on it."
+    help = "Lists and shows runs of flows, and changes open runs."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add("action", choices=["list", "show", *acts.ACTS], metavar="ACTION",
             help=f"list, show, {', '.join(acts.ACTS)}")  # fmt: skip
-        add("runs", nargs="*", type=uuid.UUID, metavar="RUN", help="the id of a run")
+        add("runs", nargs="*", default=[], type=uuid.UUID, metavar="RUN",
+            help="the id of a run")  # fmt: skip
         add("--flow", help="the name of the flow")
         add("--key")
         add("--step", help="the step that runs next")

@@ -21,7 +21,10 @@ class Alerts(BaseCommand):
     """Show the alerts that relays have raised, or print alerting rules for
     Prometheus."""
 
-    help = "Alerts: those that relays have raised, and rules for Prometheus."
+    help = (
+        "Lists the alerts that relays have raised, or prints alert rules for "
+        "Prometheus."
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -64,12 +67,17 @@ class Alerts(BaseCommand):
 class Audit(BaseCommand):
     """List the actions that operators took in the admin and by commands."""
 
-    help = "Lists what operators did, by page or command, newest first."
+    help = "Lists what operators did in the admin and with commands, newest first."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--limit", type=int, default=50, metavar="N")
         parser.add_argument("--by", metavar="USER", help="part of the user's name")
-        parser.add_argument("--deed", choices=[*Deed], help="what was done")
+        parser.add_argument(
+            "--deed",
+            choices=Deed.values,
+            metavar="DEED",
+            help=f"what was done: {', '.join(Deed.values)}",
+        )
         parser.add_argument("--text", help="part of the description")
         parser.add_argument("--json", action="store_true")
         parser.add_argument("--database", metavar="ALIAS")

@@ -73,10 +73,10 @@ class _PerMessage(BaseCommand):
 class Cancel(_PerMessage):
     """Cancel pending messages, so that they are never sent."""
 
-    help = "Keeps pending messages from leaving. Exit code 1 when one was not pending."
+    help = "Cancels pending messages. Exits with 1 if a message was not pending."
     done = "cancelled"
     deed = Deed.CANCEL
-    reason = "Kept with the message."
+    reason = "the reason, which is stored with the message"
     change = staticmethod(cancel_message)
 
 
@@ -84,23 +84,20 @@ class Stop(_PerMessage):
     """Ask the handlers that are processing these messages to stop."""
 
     help = (
-        "Stops messages that handlers are processing, at stages with a timeout; they "
-        "end as dead letters. Exit code 1 when one was not being processed."
+        "Stops messages that handlers of stages with a timeout are processing. The "
+        "messages become dead letters. Exits with 1 if a message cannot be stopped."
     )
     done = "asked to stop"
     deed = Deed.STOP
     unless = "not received, ended, or at a stage without a timeout"
-    reason = "Kept with the dead letter."
+    reason = "the reason, which is stored with the dead letter"
     change = staticmethod(deadline.ask_to_stop)
 
 
 class Reschedule(_PerMessage):
     """Change when pending messages are sent."""
 
-    help = (
-        "Lets pending messages leave at another time. Exit code 1 when one was not "
-        "pending."
-    )
+    help = "Reschedules pending messages. Exits with 1 if a message was not pending."
     done = "rescheduled"
     deed = Deed.RESCHEDULE
     change = staticmethod(reschedule_message)
@@ -108,20 +105,41 @@ class Reschedule(_PerMessage):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
         when = parser.add_mutually_exclusive_group(required=True)
-        when.add_argument("--delay", type=float, metavar="SECONDS", help="from now")
-        when.add_argument("--at", metavar="INSTANT", help="like 2026-11-22T20:00:00Z")
+        when.add_argument("--delay", type=_delay, metavar="SECONDS", help="from now")
+        when.add_argument(
+            "--at", type=_instant, metavar="INSTANT", help="like 2026-11-22T20:00:00Z"
+        )
 
     def given(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the delay or the instant."""
-        if options["at"] is None:
-            return {"delay": dt.timedelta(seconds=options["delay"])}
-        return {"at": wire.parse_instant(options["at"])}
+        return {
+            name: options[name] for name in ("delay", "at") if options[name] is not None
+        }
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
             super().handle(*args, **options)
-        except (InvalidMessage, OverflowError, ValueError) as error:
+        except InvalidMessage as error:
             raise CommandError(str(error)) from error
+
+
+def _delay(text: str) -> dt.timedelta:
+    try:
+        delay = dt.timedelta(seconds=float(text))
+    except (OverflowError, ValueError):
+        delay = dt.timedelta(-1)
+    if delay < dt.timedelta():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return delay
+
+
+def _instant(text: str) -> dt.datetime:
+    try:
+        return wire.parse_instant(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an instant with a time zone, like 2026-11-22T20:00:00Z"
+        ) from None
 
 
 # `manage.py txmsg bulk list|pause|resume|cancel`: bulk operations on dead letters.
@@ -130,7 +148,7 @@ class Reschedule(_PerMessage):
 class Bulk(BaseCommand):
     """Show, pause, resume and cancel bulk operations."""
 
-    help = "Bulk operations: list, pause, resume and cancel them."
+    help = "Lists, pauses, resumes and cancels bulk operations on dead letters."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -180,9 +198,9 @@ class Bulk(BaseCommand):
                 said = f"{verb.capitalize()}: {operation}."
                 record(using, Deed.OPERATION, said, operation=operation)
         if not moved:
-            raise CommandError(
-                f"Bulk operation {pk} does not exist, has ended, or was {verb}d before."
-            )
+            states = {"pause": " or is not running", "resume": " or is not paused"}
+            unless = f"has ended{states.get(verb, '')}, or does not exist"
+            raise CommandError(f"Bulk operation {pk} {unless}.")
         self.stdout.write(f"{verb.capitalize()}: {operation}.")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from django.apps import apps
 from django.conf import settings
-from django.core.management.base import BaseCommand
+from django.core.management.base import BaseCommand, CommandError
 from django.db import connections, router
 from django.urls import NoReverseMatch, reverse
 from django.utils.module_loading import module_has_submodule
@@ -51,7 +51,7 @@ urlpatterns += [path("txmsg/", include("django_txmsg.urls"))]"""
 class Init(BaseCommand):
     """Print what to add to this project, and why."""
 
-    help = "Prints what to add to this project, by its settings. Changes nothing."
+    help = "Prints the settings that this project still has to add. Changes nothing."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add nothing, because the command has no arguments."""
@@ -159,7 +159,10 @@ def _path(module: str | None) -> str:
 class Contracts(BaseCommand):
     """Write the contract of this service, or report its breaking changes."""
 
-    help = "AsyncAPI 3.0 of what is sent and received; what a change of it breaks."
+    help = (
+        "Writes the contract (AsyncAPI 3.0) of the messages that this service sends "
+        "and receives, or checks the code against it."
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -202,10 +205,12 @@ class Contracts(BaseCommand):
         contract = contracts.build(before)
         if given == "-":
             self.stdout.write(contracts.text(contract), ending="")
-        elif contracts.write(file, contract):
-            self.stdout.write(f"Wrote {file}.")
-        else:
-            self.stdout.write(f"{file} matches the code.")
+            return
+        try:
+            written = contracts.write(file, contract)
+        except OSError as error:
+            raise CommandError(f"The contract was not written: {error}") from error
+        self.stdout.write(f"Wrote {file}." if written else f"{file} matches the code.")
 
     def _check(self, options: dict[str, Any]) -> None:
         file = contracts.path(options["file"])

@@ -67,7 +67,9 @@ class PausingCommand(BaseCommand):
             self.stdout.write(
                 f"{verb} {shown}."
                 if changed is not None
-                else f"{shown} is {verb.lower()} already."
+                else f"{shown} is paused already."
+                if paused
+                else f"{shown} is not paused."
             )
 
 
@@ -80,7 +82,7 @@ def pause_note(row: Any) -> str:
 class Stages(PausingCommand):
     """Show, pause and resume stages."""
 
-    help = "Stages: list what waits there, pause and resume."
+    help = "Lists, pauses and resumes stages."
     noun = "stage"
     change = staticmethod(pausing.set_stage)
     database = staticmethod(lambda name: router.db_for_write(StageState))
@@ -126,7 +128,7 @@ class Stages(PausingCommand):
 class Rate(BaseCommand):
     """Show the rates of stages, or set or reset one of them."""
 
-    help = "Rates of stages: list them, and change one for a while."
+    help = "Lists the rates of stages, and changes a rate for a while."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -135,9 +137,13 @@ class Rate(BaseCommand):
         change.add_argument("stage", metavar="STAGE")
         change.add_argument("rate", metavar="RATE", help="like 10/s, 900/m")
         change.add_argument(
-            "--for", dest="age", default="1h", metavar="AGE", help="until when: 1h"
+            "--for",
+            dest="age",
+            default="1h",
+            metavar="AGE",
+            help="for how long (default: 1h)",
         )
-        reset = actions.add_parser("reset", help="Give a stage its own rate back.")
+        reset = actions.add_parser("reset", help="Restore a stage's declared rate.")
         reset.add_argument("stage", metavar="STAGE")
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -148,7 +154,7 @@ class Rate(BaseCommand):
         with transaction.atomic(using=states.db):
             if options["action"] == "reset":
                 if not states.unlimit(name):
-                    raise CommandError(f"The rate of stage {name!r} is not changed.")
+                    raise CommandError(f"Stage {name!r} has its own rate already.")
                 said = f"Stage {name} has its own rate again."
             else:
                 age = options["age"]
@@ -175,7 +181,7 @@ class Rate(BaseCommand):
 class Schedules(PausingCommand):
     """Show, pause, resume, make and remove recurring messages."""
 
-    help = "Recurring messages: list, pause, resume, make and remove them."
+    help = "Lists, pauses, resumes, makes and removes recurring messages."
     noun = "recurring message"
     change = staticmethod(pausing.set_recurring)
     database = staticmethod(schedule.database_of)
@@ -189,7 +195,7 @@ class Schedules(PausingCommand):
         )
         make = actions.add_parser("make", help="Let a message recur from now on.")
         make.add_argument("name", metavar="NAME")
-        make.add_argument("expression", metavar="EXPRESSION", help="as '0 3 * * *'")
+        make.add_argument("expression", metavar="EXPRESSION", help="like '0 3 * * *'")
         make.add_argument("destination", metavar="DESTINATION")
         make.add_argument("--body", default="null", metavar="JSON")
         make.add_argument("--tz", metavar="ZONE", help="default: TIME_ZONE")

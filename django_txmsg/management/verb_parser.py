@@ -6,7 +6,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import (
+    BaseCommand,
+    CommandParser,
+    DjangoHelpFormatter,
+)
 
 
 class VerbParser(CommandParser):
@@ -14,11 +18,13 @@ class VerbParser(CommandParser):
     the verb.
 
     A value after the verb overrides a value before the verb. The subcommands of a verb
-    also have parsers of this class.
+    also have parsers of this class. As for every command, help lists Django's options
+    last.
     """
 
     def __init__(self, *, parents: Any = (), **options: Any) -> None:
         own = _Own().create_parser("manage.py", "txmsg", add_help=False)
+        options.setdefault("formatter_class", DjangoHelpFormatter)
         super().__init__(parents=[*parents, own], **options)
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from collections.abc import Iterator
 
 import pytest
-from django.core.management import CommandParser, call_command, load_command_class
+from django.core.management import (
+    CommandError,
+    CommandParser,
+    call_command,
+    load_command_class,
+)
 
 from tests.sampling import sample
 
@@ -113,3 +119,42 @@ def test_a_verb_runs_with_djangos_own_options(given: list[str]) -> None:
     out = io.StringIO()
     call_command("txmsg", "message_status", *given, stdout=out)
     assert "outbox" in out.getvalue()
+
+
+def test_the_help_of_a_verb_says_what_the_verb_does() -> None:
+    (verbs,) = (
+        action
+        for action in parser_of("txmsg")._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    for listed in verbs._choices_actions:
+        shown = verbs.choices[listed.dest].format_help()
+        assert listed.help is not None
+        assert re.sub(r"\s+", "", listed.help) in re.sub(r"\s+", "", shown)
+    shown = verbs.choices["relay"].format_help()
+    assert shown.index("--once ") < shown.rindex("--settings ")
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("txmsg reschedule {id} --delay nan", "'nan' is not a number of seconds"),
+        ("txmsg reschedule {id} --delay 1e99", "'1e99' is not a number of seconds"),
+        ("txmsg reschedule {id} --delay -5", "'-5' is not a number of seconds"),
+        ("txmsg reschedule {id} --at tomorrow", "'tomorrow' is not an instant"),
+        ("txmsg reschedule {id} --at 2026-11-22", "is not an instant with a time zone"),
+        ("txmsg audit --deed nope", "'redeliver'"),
+        ("txmsg contracts export /nowhere/a.json", "The contract was not written: "),
+        ("txmsg bulk pause 7", "7 has ended or is not running, or does not exist."),
+        ("txmsg bulk cancel 7", "7 has ended, or does not exist."),
+        ("dead_letters mute --above -1", "'-1' is not a whole number"),
+        ("dead_letters discard --all --one-first", "--one-first is only for redeliver"),
+        ("dead_letters", "required: ACTION"),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_one_sentence(line: str, error: str) -> None:
+    with pytest.raises(CommandError, match=re.escape(error)) as refused:
+        call_command(*line.format(id="86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22").split())
+    assert "Deed." not in str(refused.value)
+    assert "ACTION, ID" not in str(refused.value)

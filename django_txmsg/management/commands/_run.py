@@ -281,8 +281,8 @@ class Command(BaseCommand):
     """Relay messages, run stages, execute bulk operations and prune."""
 
     help = (
-        "Relay, stages, control messages, bulk operations and pruning in one process, "
-        "until stopped (SIGTERM or SIGINT)."
+        "Does the work of relay, consume and prune_messages in one process, until it "
+        "is stopped (SIGTERM or SIGINT)."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

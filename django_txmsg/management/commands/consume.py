@@ -21,7 +21,7 @@ from ._workers import add_arguments, supervise, working
 class Command(BaseCommand):
     """Receive messages and run their stages."""
 
-    help = "Runs stages, all or the named ones, until stopped (SIGTERM or SIGINT)."
+    help = "Runs all stages, or these, until it is stopped (SIGTERM or SIGINT)."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("stages", nargs="*", metavar="STAGE")

@@ -208,8 +208,9 @@ class Command(DatabaseCommand):
             help="list, groups, show, redeliver, discard, restore, note, mute, unmute",
         )  # fmt: skip
         parser.add_argument(
-            "ids", nargs="*", metavar="ID", help="of a dead letter or of a message"
-        )
+            "ids", nargs="*", default=[], metavar="ID",
+            help="of a dead letter or of a message",
+        )  # fmt: skip
         for name, text in _FLAGS.items():
             parser.add_argument(name, action="store_true", help=text)
         parser.add_argument("--stage", help="the stage that gave up ('': the relay)")
@@ -338,13 +339,14 @@ class Command(DatabaseCommand):
                 by=f"command: {operator()}",
             )
             verb = {"note": "Noted on", "mute": "Muted", "unmute": "Unmuted"}[action]
-            said = f"{verb} failures {note.fingerprint}: {note.note}"
+            text = f": {note.note}" if note.note else "."
+            said = f"{verb} failures {note.fingerprint}{text}"
             record(using, Deed.NOTE, said)
         until = f" until {note.muted_until:%Y-%m-%d %H:%M}" if note.muted_until else ""
         if note.muted_above is not None:
             until += f" up to {note.muted_above:,} open"
         muted = f" (muted{until})" if note.muted else ""
-        self.stdout.write(f"Noted on {note.fingerprint}{muted}: {note.note}")
+        self.stdout.write(f"{verb} {note.fingerprint}{muted}{text}")
 
     def _change(
         self,
@@ -354,6 +356,8 @@ class Command(DatabaseCommand):
         options: dict[str, Any],
         report: Report,
     ) -> None:
+        if options["one_first"] and action != "redeliver":
+            raise CommandError("--one-first is only for redeliver.")
         letters = selection.matching(action, filters, using=using)
         if action != "restore" and not options["json"]:
             facts = selection.summary(letters)
@@ -421,5 +425,5 @@ class Command(DatabaseCommand):
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)

@@ -29,7 +29,10 @@ STUCK = frozenset({"database", "newer-code", "order", "outage", "overdue"})
 class Command(DatabaseCommand):
     """Print the state of messaging."""
 
-    help = "Counts and oldest ages of every state. Exits 1 when messages do not move."
+    help = (
+        "Prints the number of messages in each state, and the age of the oldest. Exits "
+        "with 1 if messages do not move."
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true")

@@ -23,7 +23,7 @@ from ..terminal import DatabaseCommand, chosen_database, record
 class Command(DatabaseCommand):
     """Show messages that wait for their predecessors, and release one."""
 
-    help = "Lists the keys whose messages wait at ordered stages; releases one."
+    help = "Lists the keys whose messages wait at ordered stages, or releases a key."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

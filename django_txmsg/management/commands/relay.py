@@ -25,7 +25,7 @@ from ._workers import add_arguments, supervise, working
 class Command(BaseCommand):
     """Dispatch stored messages to the broker."""
 
-    help = "Hands stored messages to the broker until stopped (SIGTERM or SIGINT)."
+    help = "Dispatches stored messages until it is stopped (SIGTERM or SIGINT)."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -28,7 +28,10 @@ class Command(DatabaseCommand):
     """List the embedded broker's subscriptions, or end the subscription of a stage that
     was removed."""
 
-    help = "Lists the embedded broker's subscriptions; ends one, at any broker."
+    help = (
+        "Lists the subscriptions to the embedded broker's topics, or ends a "
+        "subscription on any broker."
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(
@@ -36,7 +39,9 @@ class Command(DatabaseCommand):
         )
         listing = actions.add_parser("list", help="all topics and their subscribers")
         listing.add_argument("--json", action="store_true")
-        ending = actions.add_parser("remove", help="end one, and delete its messages")
+        ending = actions.add_parser(
+            "remove", help="end a subscription, and delete its messages"
+        )
         ending.add_argument("topic", metavar="TOPIC")
         ending.add_argument("subscriber", metavar="SUBSCRIBER")
         ending.add_argument(

@@ -75,8 +75,8 @@ class Command(DatabaseCommand):
     its received messages into the inbox."""
 
     help = (
-        "Takes over the tables of django-outbox-pattern: unsent messages go into the "
-        "outbox, ids of processed ones into the inbox. May be repeated."
+        "Copies the unsent messages of django-outbox-pattern into the outbox, and the "
+        "ids of its received messages into the inbox. May be repeated."
     )
 
     renamed: dict[str, str]

@@ -24,7 +24,7 @@ class Command(DatabaseCommand):
     """Runs any command of the package: `manage.py txmsg VERB` runs the command with the
     name VERB."""
 
-    help = "All commands of django_txmsg: manage.py txmsg VERB."
+    help = "Runs any command of django_txmsg."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(
@@ -51,7 +51,8 @@ class Command(DatabaseCommand):
             if app == package and name != "txmsg":
                 self._verbs[name] = load_command_class(package, name)
         for name, command in sorted(self._verbs.items()):
-            command.add_arguments(verbs.add_parser(name, help=command.help))
+            verb = verbs.add_parser(name, help=command.help, description=command.help)
+            command.add_arguments(verb)
 
     def handle(self, *args: Any, **options: Any) -> None:
         command = self._verbs[options.pop("verb")]
