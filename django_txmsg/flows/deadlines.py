@@ -24,6 +24,9 @@ log = logging.getLogger("django_txmsg.flows")
 #: Longest time, in seconds, between two checks: another process may have stored a
 #: nearer deadline.
 LONGEST_WAIT = 1.0
+#: Pause, in seconds, if another transaction has locked all runs that are due: a step of
+#: theirs, or the time-out that another process stores.
+LOCKED_WAIT = 0.2
 #: Runs whose time-outs are stored in one transaction.
 AT_ONCE = 200
 
@@ -46,8 +49,10 @@ class Deadlines(TimeLoop):
             return LONGEST_WAIT
         if left > 0:
             return min(LONGEST_WAIT, left)
-        # Another process may have claimed what is due: do not ask again at once.
-        return 0.0 if self._fire(using, known) == AT_ONCE else 0.01
+        fired = self._fire(using, known)
+        if not fired:
+            return LOCKED_WAIT
+        return 0.0 if fired == AT_ONCE else 0.01
 
     def _fire(self, using: str, known: dict[str, Declaration]) -> int:
         runs = Run.objects.db_manager(using)

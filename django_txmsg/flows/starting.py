@@ -97,21 +97,26 @@ def start(
         return known
     run.first_run = run.run_id
     run.wait(WaitsFor.START, "start")
-    try:
-        with transaction.atomic(using=using):
-            message = declared.send(
-                body, {}, to=declared.destination, message_id=run.run_id
-            )
-            run.correlation_id = message.correlation_id or str(message.id)
-            run.save(using=using, force_insert=True)
-            return run
-    except IntegrityError:
-        open_runs = Run.objects.using(using).filter(
-            service=run.service, flow=run.flow, key=run.key, ended_at=None
-        )
-        found: Run | None = open_runs.first() if run.key else None
-        if found is None:
-            raise
+    open_runs = Run.objects.using(using).filter(
+        service=run.service, flow=run.flow, key=run.key, ended_at=None
+    )
+    found: Run | None = None
+    for again in (True, True, False):
+        try:
+            with transaction.atomic(using=using):
+                message = declared.send(
+                    body, {}, to=declared.destination, message_id=run.run_id
+                )
+                run.correlation_id = message.correlation_id or str(message.id)
+                run.save(using=using, force_insert=True)
+                return run
+        except IntegrityError:
+            found = open_runs.first() if run.key else None
+            if found is not None:
+                break
+            if not again or not run.key:
+                raise  # else the run that was open has ended meanwhile
+    assert found is not None
     if on_conflict == "skip":
         return found
     raise AlreadyRunning(

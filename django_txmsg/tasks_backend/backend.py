@@ -255,7 +255,7 @@ class TransactionalBackend(BaseTaskBackend):
             destination=destination,
             handler=running.Handler(self, outbox),
             transaction="outbox" if outbox else "broker_only",
-            using=given.USING,
+            using=given.USING or router.db_for_write(OutboxMessage),
             concurrency=given.CONCURRENCY,
             batch=given.BATCH,
             broker=given.BROKER,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from django.db import connections, transaction
+from django.db import connection, connections, transaction
 from django.db.models import F, Model
 
 from django_txmsg import (
@@ -279,6 +279,23 @@ def test_second_run_of_an_open_key_is_refused() -> None:
     drain()
     Order.objects.all().delete()
     assert place().pk != run.pk
+
+
+def test_a_run_that_ends_while_another_starts_gives_its_key_back() -> None:
+    opened = place("1")
+    left = [opened.pk]
+
+    def end_it(execute: Any, sql: str, *rest: Any) -> Any:
+        """End the open run between the refused INSERT and the look for the run."""
+        if left and sql.startswith("SELECT") and "ended_at" in sql:
+            Run.objects.filter(pk=left.pop()).delete()
+        return execute(sql, *rest)
+
+    with connection.execute_wrapper(end_it), transaction.atomic():
+        started = start(Checkout, PlaceOrder("2"), key=opened.key)
+
+    assert not left
+    assert Run.objects.get() == started
 
 
 @pytest.mark.parametrize("key", [None, "1"])
