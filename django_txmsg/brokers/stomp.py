@@ -458,12 +458,14 @@ class StompSession(Session):
     def enlist(self, outgoing: Outgoing) -> None:
         if self._producer is None:
             self._producer = answered(self._session.create_producer)
-        producer = self._producer
-        answered(
-            lambda: producer.send(
-                self._message(outgoing), destination=outgoing.destination
-            )
-        )
+        message = self._message(outgoing)
+        try:
+            self._producer.send(message, destination=outgoing.destination)
+        except jms.MessagingError as error:
+            found = outcome(error)
+            if isinstance(found, DispatchRejected):
+                raise found from error
+            raise BrokerUnavailable(str(error)) from error
 
     def commit(self, acks: Sequence[Delivery]) -> None:
         handles = [delivery.handle for delivery in acks]
@@ -476,12 +478,10 @@ class StompSession(Session):
         try:
             self._session.commit(redeliver=False)
         except jms.TransactionRolledBackError as error:
-            refused = isinstance(error.__cause__, jms.RequestRejectedError)
-            if self._connection.closed and not refused:
-                # The session no longer holds the deliveries: the broker sends them
-                # again.
-                raise _unanswered(error) from error
-            raise refusals.by_stomp(str(error), str(error)) from error
+            if isinstance(error.__cause__, jms.RequestRejectedError):
+                raise refusals.by_stomp(str(error), str(error)) from error
+            # Lost or unanswered: no message is at fault.
+            raise _unanswered(error) from error
         except jms.MessagingError as error:
             raise _unanswered(error) from error
 

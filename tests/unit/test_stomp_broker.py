@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -99,3 +100,39 @@ def test_reply_address_that_no_broker_accepts_stops_no_message(address: str) -> 
         None, address, address, None,
     ]  # fmt: skip
     assert not any(wire.JMS_REPLY_TO in one.headers for one in stored)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "destination", "headers"),
+    [
+        ("rabbitmq", "orders.paid", {"type": "x" * 300}),
+        ("rabbitmq", "orders.paid", {"x" * 300: "x"}),
+        ("classic", "orders,paid", {}),
+    ],
+)
+def test_message_that_a_transaction_cannot_send_is_no_outage(
+    dialect: Any, destination: str, headers: dict[str, str]
+) -> None:
+    with ScriptedBroker(dialect) as broker:
+        session = StompBroker("default", broker.url).open(transacted=True)
+        with pytest.raises(DispatchRejected):
+            session.enlist(Outgoing(destination, headers, b"x"))
+        session.enlist(Outgoing("orders.paid", {}, b"y"))
+        session.commit([])
+        session.close()
+        assert [one.body for one in broker.stored("/queue/orders.paid")] == [b"y"]
+
+
+def test_transaction_that_times_out_blames_no_message() -> None:
+    """ActiveMQ keeps back the frames of a full queue. When the queue has room again, it
+    answers the ABORT."""
+    with ScriptedBroker() as broker:
+        broker.on("SEND").park()
+        broker.on("ABORT", nth=1).drop_receipt()  # the end of the barrier
+        stomp = StompBroker("default", f"{broker.url}?send_timeout=0.2")
+        session = stomp.open(transacted=True)
+        session.enlist(Outgoing("orders.paid", {}, b"x"))
+        with pytest.raises(BrokerUnavailable):
+            session.commit([])
+        assert not session._connection.failed
+        session.close()
