@@ -142,7 +142,8 @@ class Session(abc.ABC):
     @abc.abstractmethod
     def commit(self, acks: Sequence[Delivery]) -> None:
         """Acknowledge the deliveries `acks`, commit the transaction, and wait for the
-        receipt.
+        receipt. Never acknowledge before the broker has stored the messages: a broker
+        without such transactions must store them first.
 
         Raises BrokerError if the transaction was rolled back or its outcome is unknown.
         """

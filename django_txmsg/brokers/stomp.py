@@ -483,7 +483,12 @@ class StompSession(Session):
             # Lost or unanswered: no message is at fault.
             raise _unanswered(error) from error
         except jms.MessagingError as error:
-            raise _unanswered(error) from error
+            dialect = self._dialect
+            found = outcome(error.__cause__, alone=True, dialect=dialect.name)
+            full = isinstance(found, DestinationUnavailable)
+            # Without its acknowledgement, the broker sends the delivery again.
+            known = found if full and not dialect.acks_join_transaction else None
+            raise known or _unanswered(error) from error
 
     def rollback(self) -> None:
         self._enlisted.clear()

@@ -176,6 +176,8 @@ class RabbitMQDialect(Dialect):
     errors_name_receipts: bool = False
     answers_inside_transaction: bool = False
     message_ids_stay: bool = False
+    #: RabbitMQ acknowledges even if a queue refuses a message of the transaction.
+    acks_join_transaction: bool = False
     durable_needs_client_id: bool = False
     deletes_durable_while_in_use: bool = True
     late_deliveries_fail: bool = True

@@ -483,6 +483,37 @@ def test_a_broker_that_stops_reading_is_not_waited_for_for_ever(
 # -- transactions ------------------------------------------------------------------
 
 
+def test_rabbitmqs_own_transaction_acknowledges_although_a_queue_refuses(
+    bare: amqp.Channel, destination: str
+) -> None:
+    """A fact about RabbitMQ, and the reason why a session uses no AMQP transaction: the
+    delivery is gone, and the message to the full queue is not stored."""
+    full, free = f"{destination}.full", f"{destination}.free"
+    limit = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    for name, arguments in ((destination, {}), (full, limit), (free, {})):
+        bare.queue_declare(name, durable=True, auto_delete=False, arguments=arguments)
+    for name in (destination, full):
+        bare.basic_publish(amqp.Message("x"), routing_key=name)
+
+    def left(name: str) -> int:
+        return int(bare.queue_declare(name, passive=True).message_count)
+
+    wait_until(lambda: left(full) == left(destination) == 1)
+
+    other = bare.connection.channel()
+    other.tx_select()
+    given = other.basic_get(destination)
+    assert given is not None
+    for name in (full, free):
+        other.basic_publish(amqp.Message("y"), routing_key=name)
+    other.basic_ack(given.delivery_tag)
+    with pytest.raises(amqp.PreconditionFailed, match="partial tx completion"):
+        other.tx_commit()
+
+    wait_until(lambda: left(free) == 1)
+    assert (left(destination), left(full)) == (0, 1)
+
+
 def test_queue_deleted_before_the_commit_is_redeclared_for_returned_messages(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
@@ -515,9 +546,14 @@ def test_commit_without_an_answer_reports_whether_the_broker_hung_up(
             proxy.cut_after(1)
         else:
             proxy.lose(ANSWERS)
-        with pytest.raises(DispatchUnknown) as unknown:
+        with pytest.raises(BrokerError) as unknown:
             session.commit([])
-        assert unknown.value.hung_up == hung_up
+        if over == "stomp" and hung_up:
+            # So RabbitMQ does if a queue is full.
+            assert isinstance(unknown.value, DestinationUnavailable)
+        else:
+            assert isinstance(unknown.value, DispatchUnknown)
+            assert unknown.value.hung_up == hung_up
         proxy.resume()
 
 

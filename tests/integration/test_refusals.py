@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -37,7 +37,15 @@ from django_txmsg.relaying.relay import Relay
 from django_txmsg.runtime import breaker
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.faults import Proxy, wait_until
-from tests.running import IMPATIENT, at_work, committing, declared, drained, txmsg
+from tests.running import (
+    IMPATIENT,
+    at_work,
+    committing,
+    declared,
+    drained,
+    running,
+    txmsg,
+)
 from tests.sampling import sample
 from tests.services import ByAmqp, RabbitMQ, SilentActiveMQ, SmallActiveMQ
 from tests.services.activemq import CRAMPED
@@ -172,6 +180,49 @@ def test_full_queue_of_rabbitmq_delays_only_its_own_messages(
         wait_until(lambda: not pending(full), deadline=60)
         in_order(free, 300)
         in_order(full, 60)
+
+
+@pytest.mark.parametrize("mode", [*sample(["broker_only", "best_effort_1pc"])])
+def test_full_queue_keeps_the_messages_of_stages_that_send_to_it(
+    node: Any, destination: str, mode: str
+) -> None:
+    """A stage sends into the broker's transaction, to a queue that is full. The stage's
+    own message waits, and no attempt is counted, until the queue has room."""
+    full, policy = f"{destination}.full", uuid.uuid4().hex
+    tries: list[int] = []
+    node.control(
+        "set_policy", policy, f"^{full}$",
+        '{"max-length": 1, "overflow": "reject-publish"}', "--apply-to", "queues",
+    )  # fmt: skip
+
+    def forward(message: Any) -> None:
+        tries.append(message.delivery_attempt)
+        send_message(full, message.body)
+
+    # A full quorum queue accepts the first message of each channel.
+    classic = {"queue_type": "classic"} if isinstance(node, ByAmqp) else {}
+    with (
+        get_broker_of(node.url(**classic)) as session,
+        declared(forward, destination, transaction=mode) as stage,
+    ):
+        with suppress(BrokerUnavailable):  # over STOMP, a refusal ends the connection
+            while session.send([Outgoing(full, {}, b"0")]) == [None]:
+                pass
+        with get_broker("default").open() as other:
+            head = {wire.MESSAGE_ID: str(uuid.uuid4())}
+            assert other.send([Outgoing(destination, head, b"1")]) == [None]
+        with running(stage):
+            wait_until(lambda: len(tries) >= 5, deadline=60)
+            node.control("clear_policy", policy)
+            bodies: set[bytes] = set()
+
+            def came() -> bool:
+                bodies.update(one.body for one in drained(full))
+                return b"1" in bodies
+
+            wait_until(came, deadline=60)
+        assert not DeadLetter.objects.exists()
+        assert set(tries) == {1}
 
 
 @lasting

@@ -38,7 +38,7 @@ class AmqpBroker(Broker):
         reasons = []
         for host, port in addresses:
             try:
-                return AmqpSession(Link((host, port), options), transacted)
+                return AmqpSession(Link((host, port), options))
             except BrokerUnavailable as error:
                 reasons.append(f"{host}:{port}: {str(error).rstrip('.')}.")
         raise BrokerUnavailable(f"No broker took the connection. {' '.join(reasons)}")

@@ -27,7 +27,6 @@ from ...errors import (
     BrokerUnavailable,
     DestinationUnavailable,
     DispatchRejected,
-    DispatchUnknown,
 )
 from ...runtime.per_process import Members, PerProcess
 from ..base import Delivery, Outgoing, Session, acknowledges_now, insist
@@ -248,8 +247,8 @@ REFUSALS = (DispatchRejected, DestinationUnavailable)
 class AmqpSession(Session):
     """One connection to RabbitMQ, with channels for sending and for receiving."""
 
-    def __init__(self, link: Link, transacted: bool) -> None:
-        self._link, self._transacted = link, transacted
+    def __init__(self, link: Link) -> None:
+        self._link = link
         self._queues, self._publisher = Queues(link), Publisher(link)
         self._channel: amqp.Channel | None = None
         self._acks = Acknowledgements(CONSUMING)
@@ -281,7 +280,7 @@ class AmqpSession(Session):
                     try:
                         if one.destination in unavailable:
                             raise unavailable[one.destination]
-                        ready[index] = self._ready(one, PUBLISHING)
+                        ready[index] = self._ready(one)
                     except DestinationUnavailable as error:
                         # Not requested again: each refusal costs a channel.
                         outcomes[index] = unavailable[one.destination] = error
@@ -320,13 +319,13 @@ class AmqpSession(Session):
         )
         return [error or next(sent) for error in outcomes]
 
-    def _ready(self, outgoing: Outgoing, channel: int) -> frames.Ready:
+    def _ready(self, outgoing: Outgoing) -> frames.Ready:
         """Ensure that a message's queue exists, and return the message's frames. Raises
         DispatchRejected if the message can never be sent. Raises DestinationUnavailable
         if the message cannot be sent now."""
         if not wire.is_topic(outgoing.destination):
             self._queues.ensure(outgoing.destination)
-        return frames.published(outgoing, channel, self._link.frame_max)
+        return frames.published(outgoing, PUBLISHING, self._link.frame_max)
 
     # -- receiving -----------------------------------------------------------------
 
@@ -342,12 +341,9 @@ class AmqpSession(Session):
             self._subscription.consume(self._opened(), self._prefetch)
 
     def _opened(self) -> amqp.Channel:
-        """Return the channel for the subscription and for transactions. Open the
-        channel if necessary."""
+        """Return the channel for the subscription. Open the channel if necessary."""
         if self._channel is None:
             self._channel = self._link.channel(CONSUMING)
-            if self._transacted:
-                self._channel.tx_select()
         return self._channel
 
     def receive(self, timeout: float) -> Delivery | None:
@@ -370,11 +366,7 @@ class AmqpSession(Session):
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
         tags = self._acks.unanswered(one.handle for one in deliveries)
-        if not tags:
-            return
-        if self._transacted:
-            self.commit(deliveries)
-        elif self._acks.gather(tags, prefetch=self._prefetch):
+        if tags and self._acks.gather(tags, prefetch=self._prefetch):
             with self._owned():
                 self._send_acks()
 
@@ -387,65 +379,42 @@ class AmqpSession(Session):
         copy = Outgoing(self._subscription.queue, headers, delivery.body)
         (error,) = self.send([copy], isolate=True)
         insist(error)
-        # Acknowledged at once, not in a group: a worker that dies in between leaves two
-        # messages.
-        if self._transacted:
-            self.commit([delivery])
-            return
-        self._acks.settle([delivery.handle])
+        # A worker that dies in between leaves two messages.
+        self._acknowledge_at_once([delivery])
+
+    def _acknowledge_at_once(self, deliveries: Sequence[Delivery]) -> None:
+        """Acknowledge deliveries, not in a group with others."""
+        tags = self._acks.unanswered(one.handle for one in deliveries)
+        self._acks.settle(tags)
         with self._owned():
-            self._link.transport.write(frames.acknowledged(delivery.handle, CONSUMING))
+            for tag in tags:
+                self._link.transport.write(frames.acknowledged(tag, CONSUMING))
 
     # -- transactions --------------------------------------------------------------
 
+    # Not AMQP's transactions: RabbitMQ's tx.commit acknowledges the deliveries even if
+    # a queue refuses one of the messages, and the messages are not stored together
+    # either.
+
     def enlist(self, outgoing: Outgoing) -> None:
-        # RabbitMQ keeps a transaction's messages in memory until it commits; keeping
-        # them here is cheaper. Whether the queue exists is checked now, before anything
-        # commits.
+        # Kept until the commit. Whether the queue exists is checked now, before
+        # anything commits.
         with self._owned():
-            self._ready(outgoing, CONSUMING)
+            self._ready(outgoing)
         self._enlisted.append(outgoing)
 
     def commit(self, acks: Sequence[Delivery]) -> None:
         enlisted, self._enlisted = self._enlisted, []
-        tags = self._acks.unanswered(one.handle for one in acks)
-        returned: list[tuple[bytes, bytes]] = []
-
-        def on_return(method: bytes, properties: bytes, body: bytes) -> None:
-            returned.append((method[3 + method[2] :], body))
-
-        with self._owned(committing=True):
-            channel = self._opened()
-            self._link.contents[CONSUMING, spec.Basic.Return] = on_return
-            made = [self._ready(one, CONSUMING) for one in enlisted]
-            for one in made:
-                self._link.transport.write(one.frames)
-            for tag in tags:
-                self._link.transport.write(frames.acknowledged(tag, CONSUMING))
-            channel.tx_commit()
-        self._acks.settle(tags)
-        if returned:
-            self._send_returned(enlisted, made, returned)
-
-    def _send_returned(
-        self,
-        enlisted: Sequence[Outgoing],
-        made: Sequence[frames.Ready],
-        returned: Sequence[tuple[bytes, bytes]],
-    ) -> None:
-        """Declare the queues that were deleted between enlist() and commit(), and
-        resend their messages, which RabbitMQ returned. RabbitMQ has committed the other
-        messages."""
-        again = [
-            outgoing
-            for outgoing, one in zip(enlisted, made, strict=True)
-            if (one.route, one.body) in returned
-        ]
-        for one in again:
-            self._queues.forget(one.destination)
-        for error in self.send(again):
+        outcomes = self.send(enlisted)
+        if any(isinstance(error, Unroutable) for error in outcomes):
+            # send() has forgotten the queues that were deleted since enlist(), and
+            # declares them now.
+            pairs = zip(enlisted, outcomes, strict=True)
+            outcomes = self.send([one for one, error in pairs if error])
+        for error in outcomes:
             if error is not None:
-                raise DispatchUnknown(f"committed without a message: {error}")
+                raise error
+        self._acknowledge_at_once(acks)
 
     def rollback(self) -> None:
         self._enlisted = []
@@ -472,10 +441,9 @@ class AmqpSession(Session):
             self._link.close()
 
     @contextlib.contextmanager
-    def _owned(self, *, committing: bool = False) -> Iterator[None]:
-        """Hold the link's lock while the block runs. If the broker closes a channel or
-        the link breaks, raise BrokerUnavailable. If the link breaks while the block
-        commits, raise DispatchUnknown."""
+    def _owned(self) -> Iterator[None]:
+        """Hold the link's lock while the block runs. If the link breaks, or the broker
+        closes a channel, raise BrokerUnavailable."""
         try:
             with self._link.asking():
                 yield
@@ -484,7 +452,4 @@ class AmqpSession(Session):
             raise BrokerUnavailable(error.text) from error
         except BrokerUnavailable as error:
             self._subscription.over = str(error)
-            if not committing:
-                raise
-            silent = isinstance(error.__cause__, TimeoutError)
-            raise DispatchUnknown(str(error), hung_up=not silent) from error
+            raise
