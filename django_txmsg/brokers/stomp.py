@@ -406,7 +406,7 @@ class StompSession(Session):
         # Acknowledged at once, not in a group: a worker that dies in between leaves two
         # messages.
         if self._transacted:
-            self.commit([delivery])
+            self._commit_acks([delivery])
         else:
             answered(partial(self._session.acknowledge, delivery.handle))
         self._sent_back.append(delivery.handle)
@@ -441,13 +441,20 @@ class StompSession(Session):
         if not deliveries:
             return
         if self._transacted:
-            self.commit(deliveries)
+            self._commit_acks(deliveries)
             return
         self._unsent_acks += [delivery.handle for delivery in deliveries]
         if acknowledges_now(
             len(self._unsent_acks), prefetch=self._prefetch, since=self._acknowledged_at
         ):
             self._send_acks()
+
+    def _commit_acks(self, deliveries: Sequence[Delivery]) -> None:
+        """Acknowledge in a transaction without messages. Raises BrokerUnavailable."""
+        try:
+            self.commit(deliveries)
+        except BrokerError as error:
+            raise BrokerUnavailable(str(error)) from error
 
     def _send_acks(self) -> None:
         self._acknowledged_at = time.monotonic()

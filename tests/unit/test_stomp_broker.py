@@ -136,3 +136,31 @@ def test_transaction_that_times_out_blames_no_message() -> None:
             session.commit([])
         assert not session._connection.failed
         session.close()
+
+
+@pytest.mark.parametrize("verb", ["ack", "send_back"])
+@pytest.mark.parametrize("refused", [False, True])
+def test_lost_acknowledgement_of_a_transacted_session_is_an_outage(
+    verb: str, refused: bool
+) -> None:
+    """The COMMIT that acknowledges a delivery fails. The consumer must not process the
+    delivery again in this session: send_back() has stored a copy already."""
+    with ScriptedBroker() as broker:
+        broker.put("/queue/orders.place", "x")
+        session = StompBroker("default", broker.url).open(transacted=True)
+        session.subscribe("orders.place", prefetch=1)
+        delivery = session.receive(10)
+        assert delivery is not None
+        if refused:
+            broker.on("COMMIT", nth=1).reject("marked rollback only")
+        else:
+            broker.on("COMMIT", nth=1).cut()
+        headers = {wire.MESSAGE_ID: str(uuid.uuid4())}
+        calls = {
+            "ack": lambda: session.ack([delivery]),
+            "send_back": lambda: session.send_back(delivery, headers),
+        }
+        with pytest.raises(BrokerUnavailable):
+            calls[verb]()
+        session.close()
+        assert len(broker.received("SEND")) == (verb == "send_back")
