@@ -27,7 +27,13 @@ from django.db import Error as AnyDatabaseError
 
 from .. import conf, wire
 from ..envelope.broker_url import split_url
-from ..errors import BrokerError, BrokerUnavailable, DeliveryLost, DispatchRejected
+from ..errors import (
+    MAX_SECONDS,
+    BrokerError,
+    BrokerUnavailable,
+    DeliveryLost,
+    DispatchRejected,
+)
 from ..models import claiming
 from ..models.claiming import Share
 from ..models.queue import QueueMessage, QueueSubscription, due_in, queue_name
@@ -131,7 +137,7 @@ class DatabaseBroker(Broker):
             )
         for name, value in self._options.items():
             try:
-                sound = name in ("lease", "poll") and float(value) > 0
+                sound = name in ("lease", "poll") and 0 < float(value) <= MAX_SECONDS
             except ValueError:
                 sound = False
             if not sound:

@@ -104,6 +104,8 @@ def test_naive_instants_are_an_error() -> None:
         ("amqp://localhost?ca=x.pem", "need an amqps:// URL"),
         ("database://nowhere", "no database 'nowhere'"),
         ("database://?lease=soon", "lease=soon"),
+        ("database://?lease=inf", "lease=inf"),
+        ("database://?poll=1e30", "poll=1e30"),
         ("stomp://localhost:port", "is not a host and port"),
         ("stomp://[::1", "an IPv6 address is not closed"),
         ("stomp://localhost?hartbeat=3", "Did you mean 'heartbeat'?"),
