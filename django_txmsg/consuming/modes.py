@@ -199,9 +199,10 @@ class BrokerOnly(Mode):
         accepts no messages at present, or because the broker did not answer the commit.
         Then neither the message nor its handler is at fault. In this mode, a stage
         sends directly to the broker."""
-        unknown = error.__cause__
-        silent = isinstance(unknown, DispatchUnknown) and not unknown.hung_up
-        return silent or isinstance(error, DestinationUnavailable)
+        if isinstance(error, BrokerUnavailable):
+            unknown = error.__cause__
+            return isinstance(unknown, DispatchUnknown) and not unknown.hung_up
+        return isinstance(error, DestinationUnavailable)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:
         """Commit the broker's transaction. If the stage uses the database, the database

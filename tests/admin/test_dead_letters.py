@@ -226,7 +226,7 @@ def test_the_pages_need_their_permission(somebody: Callable[..., Client]) -> Non
     assert client.get(f"{URL}1/change/").status_code == 403
 
 
-@pytest.mark.parametrize(("url", "queries"), [(URL, 7), (f"{URL}?resolution=open", 12)])
+@pytest.mark.parametrize(("url", "queries"), [(URL, 8), (f"{URL}?resolution=open", 12)])
 def test_the_number_of_queries_is_fixed(
     operator: Client,
     django_assert_num_queries: Callable[..., object],
