@@ -4,9 +4,10 @@ Hop 4 of a message. A sender passes a listener, or gets a future. For each accep
 message, the session calls the listener, or completes the future, exactly once and in
 the order of sending. A session runs one callback at a time.
 
-Callbacks run on the threads of a pool, and never on a thread of a sender or of the
-connection. The pool starts a thread on demand, and an idle thread ends. The threads are
-daemon threads, so the interpreter can exit.
+Callbacks run on the threads of a pool, and never on the connection's thread. The pool
+starts a thread on demand, and an idle thread ends. The threads are daemon threads, so
+the interpreter can exit. If no thread can start, callbacks run on a thread that waits
+for them, for example in `close()`.
 
 While a callback runs, its thread is marked with the link, the session and the producer
 that sent the message. If the callback calls a method of these objects that would wait

@@ -111,6 +111,30 @@ def test_lanes_hold_no_more_together_and_leave_nothing(
     assert 0 < Counted.most <= most
 
 
+def test_a_statement_that_copies_to_subscribers_is_limited_in_bytes() -> None:
+    broker = DatabaseBroker("default", "database://?poll=0.01")
+    names = ["a", "b", "c"]
+    for name in names:
+        with broker.open(subscriber=name) as session:
+            session.subscribe("topic:tests.t", prefetch=1, subscriber=name)
+    stored: list[int] = []
+
+    def watch(execute: Any, sql: str, values: Any, *rest: Any) -> Any:
+        if sql.startswith("INSERT"):
+            given = (getattr(one, "obj", one) for one in values)  # of psycopg.Binary
+            bodies = [one for one in given if isinstance(one, bytes | memoryview)]
+            stored.append(sum(map(len, bodies)))
+        return execute(sql, values, *rest)
+
+    batch = [Outgoing("topic:tests.t", {}, b"x" * 300) for _ in range(4)]
+    with broker.open() as session, connection.execute_wrapper(watch):
+        assert session.send(batch) == [None] * 4
+
+    assert QueueMessage.objects.count() == len(batch) * len(names)
+    assert sum(stored) == 300 * len(batch) * len(names)
+    assert max(stored) <= 1000
+
+
 def test_prefetch_is_limited_in_bytes() -> None:
     QueueMessage.objects.bulk_create(
         QueueMessage(queue="tests.q", body=b"x" * size) for size in (600, 400, 1, 5000)
