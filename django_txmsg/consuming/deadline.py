@@ -217,11 +217,12 @@ class Watch:
     def add(self, limit: Deadline) -> None:
         """Watch a deadline."""
         with self._changed:
-            self._deadlines.add(limit)
-            if not self._running:
-                self._running = True
+            running = self._running
+            if not running:
                 start_daemon("txmsg-deadlines", self._run)
-            elif limit.due < self._wakes:
+                self._running = True
+            self._deadlines.add(limit)
+            if running and limit.due < self._wakes:
                 self._changed.notify()
 
     def stop(self, stage: str, message_id: uuid.UUID, why: str) -> bool:

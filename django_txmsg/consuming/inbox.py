@@ -150,6 +150,7 @@ def _worked(arrival: Arrival) -> Outcome:
                 # Newer code is needed not for the body, but for what the handler
                 # loaded.
                 return unreadable(arrival, error)
+            _renew(arrival)
             outcome = failed(arrival, error, time.monotonic() - began)
             if outcome is not None:
                 return outcome
@@ -324,6 +325,16 @@ def _lease(arrival: Arrival) -> AbstractContextManager[object]:
         lambda: rows.extend(pk, token, seconds),
         since=parked.since,
     )
+
+
+def _renew(arrival: Arrival) -> None:
+    """Renew the lease of a parked message whose row was locked until the attempt
+    failed. Otherwise another worker might claim it before its failure is recorded."""
+    parked, token = arrival.parked, arrival.token
+    if parked is None or token is None or not arrival.mode.locks_parked():
+        return
+    if time.monotonic() - parked.since > parked.lease / 2:
+        arrival.inbox.extend(parked.record.id, token, parked.lease)
 
 
 def _record(arrival: Arrival) -> None:

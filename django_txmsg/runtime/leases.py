@@ -133,11 +133,13 @@ class _Keeper:
                 elif time.monotonic() - idle_since > IDLE:
                     self._running = False
                     return
-            due = [lease for lease in held if lease.left < lease.seconds / 2]
-            for lease in due:
-                lease.renew()
-            if due:
-                connections[self._using].close()
+            due = [lease.renew for lease in held if lease.left < lease.seconds / 2]
+            for step in [*due, connections[self._using].close] if due else []:
+                try:
+                    step()
+                except Exception as error:
+                    # Any error: without this thread, no lease would be renewed.
+                    database_health.report("a lease cannot be renewed", error)
             self._short.wait(min([1.0, *(lease.seconds / 4 for lease in held)]))
             self._short.clear()
 

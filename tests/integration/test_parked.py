@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import time
 import uuid
 from typing import Any
 
@@ -11,6 +12,7 @@ from django.core.management import call_command
 from django.db import transaction
 
 from django_txmsg import Redeliver, Refuse
+from django_txmsg.consuming import stage_thread
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.errors import MAX_SECONDS
@@ -57,6 +59,35 @@ def test_parked_messages_do_not_delay_others() -> None:
     for row in rows:
         pause = (row.due_at - row.started_at).total_seconds()
         assert 599 < pause < 640
+
+
+def test_a_slow_attempt_that_fails_keeps_its_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage_thread, "LEASE", 0.2)
+    claimed: list[object] = []
+
+    class TooSlow(Refuse):
+        def __str__(self) -> str:
+            """Let another worker look for the message while its failure is noted."""
+            rows = InboxMessage.objects
+            claimed.append(rows.claim_parked(stage.name, uuid.uuid4(), 60.0))
+            return "too slow"
+
+    def handler(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            raise ValueError
+        began = time.monotonic()
+        wait_until(lambda: time.monotonic() - began > 0.5)
+        raise TooSlow("never")
+
+    with declared(handler) as stage:
+        send(stage.destination)
+        step(stage, times=2)
+
+    assert claimed
+    assert set(claimed) == {None}
+    assert DeadLetter.objects.get().reason == "refused"
 
 
 def test_redeliver_decides_when_the_next_attempt_is_due() -> None:

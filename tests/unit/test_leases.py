@@ -6,6 +6,9 @@ import threading
 import time
 from functools import partial
 
+import pytest
+from django.db.backends.base.base import BaseDatabaseWrapper
+
 from django_txmsg.runtime.leases import Lease
 from tests.faults import wait_until
 
@@ -72,3 +75,23 @@ def test_a_renewal_that_fails_is_tried_again() -> None:
 
     with Lease("other", 0.2, renew, since=time.monotonic()):
         wait_until(lambda: len(renewed) > 3)
+
+
+def test_an_error_while_the_connection_closes_does_not_end_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    renewed: list[int] = []
+    failed = threading.Event()
+    real = BaseDatabaseWrapper.close
+
+    def close(wrapper: BaseDatabaseWrapper) -> None:
+        if threading.current_thread().name in keepers() and not failed.is_set():
+            failed.set()
+            raise ValueError("any reason")
+        real(wrapper)
+
+    monkeypatch.setattr(BaseDatabaseWrapper, "close", close)
+    with Lease("other", 0.2, lambda: renewed.append(1), since=time.monotonic()):
+        assert failed.wait(30)
+        del renewed[:]
+        wait_until(lambda: len(renewed) > 1)
