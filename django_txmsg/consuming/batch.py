@@ -23,7 +23,7 @@ from ..runtime import database_health
 from . import decoding, failure, inbox, ordering, protocol
 from .arrival import Arrival, Outcome, Processed
 from .inbox import announce_processed, is_handlers
-from .protocol import Undecided, is_outage, lost_conflict
+from .protocol import Undecided, is_outage
 
 
 class Savepoints:
@@ -198,7 +198,8 @@ class _Batch:
         except BaseException as error:
             if not is_handlers(error):
                 raise
-            whole = must_roll_back(connections[arrival.using]) or lost_conflict(error)
+            lost = database_health.lost_conflict(error)
+            whole = lost or must_roll_back(connections[arrival.using])
             if whole or database_health.lacks_resources(error):
                 # The savepoint could not be rolled back, or the transaction cannot
                 # commit any more, or is too large for the remaining resources: the

@@ -38,7 +38,7 @@ from ..stages import Stage
 from . import decoding, ordering
 from .arrival import Arrival, Duplicate, Interrupted, Outcome, Processed, SentBack
 from .failure import bury, failed, let_expire, postpone, unreadable
-from .protocol import Conflicts, LostRace, Undecided, is_outage, lost_conflict
+from .protocol import Conflicts, LostRace, Undecided, is_outage
 
 log = logging.getLogger("django_txmsg.inbox")
 
@@ -188,7 +188,7 @@ def run(arrival: Arrival, message: Message) -> Processed:
         def final(error: BaseException) -> bool:
             """Return True if neither the message nor its handler has caused the error.
             The middlewares must not decide about such an error."""
-            faultless = lost_conflict(error) or is_outage(error, on)
+            faultless = database_health.lost_conflict(error) or is_outage(error, on)
             return faultless or not is_handlers(error)
 
         try:

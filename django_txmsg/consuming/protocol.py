@@ -204,13 +204,6 @@ def _raise_hidden(connection: Any) -> None:
         raise cause
 
 
-def lost_conflict(error: BaseException) -> bool:
-    """Return whether PostgreSQL rolled back the transaction because of a serialization
-    failure or a deadlock. The same work may succeed if it is repeated."""
-    lost = isinstance(error, DatabaseError)
-    return lost and database_health.sqlstate(error) in ("40001", "40P01")
-
-
 class Conflicts:
     """Counts the repetitions of work that lost a conflict. The pauses between
     repetitions grow."""
@@ -219,7 +212,7 @@ class Conflicts:
 
     def mends(self, error: BaseException) -> bool:
         """Return whether the work that failed with this error should be repeated."""
-        if self._count >= MAX_CONFLICTS or not lost_conflict(error):
+        if self._count >= MAX_CONFLICTS or not database_health.lost_conflict(error):
             return False
         self._count += 1
         return True
@@ -275,7 +268,7 @@ def ours() -> Iterator[None]:
     try:
         yield
     except AnyDatabaseError as error:
-        if lost_conflict(error) or not database_health.may_pass(error):
+        if database_health.lost_conflict(error) or not database_health.may_pass(error):
             raise
         raise Undecided(error) from error
 

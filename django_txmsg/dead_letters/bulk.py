@@ -289,9 +289,8 @@ def work_batch(
 def _is_too_much(error: OperationalError) -> bool:
     """Return whether PostgreSQL refused a statement, for example because it ran longer
     than `statement_timeout`, and may accept it for fewer messages."""
-    state = database_health.sqlstate(error)
-    passes = state.startswith("40") or database_health.is_away(error)
-    return bool(state) and not passes
+    passes = database_health.lost_conflict(error) or database_health.is_away(error)
+    return bool(database_health.sqlstate(error)) and not passes
 
 
 def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int | None:

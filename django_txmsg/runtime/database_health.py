@@ -137,6 +137,13 @@ def _breaker(using: str) -> Breaker:
 breaker = PerProcess(_breaker)
 
 
+def lost_conflict(error: BaseException) -> bool:
+    """Return whether PostgreSQL rolled back the transaction because of a serialization
+    failure or a deadlock. The same work may succeed if it is repeated."""
+    lost = isinstance(error, DatabaseError)
+    return lost and sqlstate(error) in ("40001", "40P01")
+
+
 def gave_up_waiting(error: BaseException) -> bool:
     """Return whether PostgreSQL cancelled the statement because it waited too long for
     a lock."""

@@ -20,7 +20,6 @@ from django.db import (
 )
 
 from django_txmsg import health
-from django_txmsg.consuming.protocol import lost_conflict
 from django_txmsg.monitoring import alarms, status
 from django_txmsg.runtime import database_health
 from tests import services
@@ -100,9 +99,9 @@ def test_psycopg_2_and_3_report_the_servers_code(name: str) -> None:
 
     assert database_health.is_away(told("57P01"))
     assert database_health.gave_up_waiting(told("55P03"))
-    assert lost_conflict(told("40001"))
-    assert lost_conflict(told("40P01"))
-    assert not lost_conflict(told("57014"))
+    assert database_health.lost_conflict(told("40001"))
+    assert database_health.lost_conflict(told("40P01"))
+    assert not database_health.lost_conflict(told("57014"))
     assert database_health.sqlstate(OperationalError()) == ""
 
 
