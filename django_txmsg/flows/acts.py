@@ -126,8 +126,7 @@ def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
     the value of `since` that the run had when the operator chose it.
 
     Raises FlowError if the action is not possible, or if the run has continued since it
-    was chosen. Raises DecodeError if the step does not accept the operator's
-    value.
+    was chosen. Raises DecodeError if the step does not accept the operator's value.
     """
     now = Run.objects.db_manager(run._state.db).locked(run.run_id)
     if now is None or (seen and seen != now.since.isoformat()):

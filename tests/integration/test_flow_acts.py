@@ -301,7 +301,7 @@ def test_run_that_goes_on_after_the_choice_is_left_alone() -> None:
     first, second = waiting("A-1"), waiting("A-2")
 
     class Terminal(io.StringIO):
-        """Lets the second run go on while the command is at work on the first."""
+        """When the command reports the first run, the second run goes on."""
 
         def write(self, text: str) -> int:
             with transaction.atomic():

@@ -40,7 +40,7 @@ from django_txmsg.models.bulk_operation import BulkKind
 from django_txmsg.models.inbox_order import Turn
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
-from django_txmsg.stages import CallNext, Handler, Order
+from django_txmsg.stages import CallNext, Handler, Order, Stage
 from tests.app.models import Effect
 from tests.factories import WorkerFactory
 from tests.faults import wait_until
@@ -163,15 +163,20 @@ def test_a_process_whose_stage_is_not_ordered_records_its_end() -> None:
         assert StageState.objects.get(stage=stage.name).ordered_since is None
 
 
+def let_five_wait(stage: Stage) -> None:
+    """Let five messages wait for a predecessor that does not arrive."""
+    send_chain(stage.destination, [0, 1, 2, 3, 4, 5])
+    _, *rest = taken(stage.destination)
+    deliver(stage.destination, *rest)
+    step(stage, times=5)
+
+
 def test_a_process_beats_while_it_looks_for_stranded_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(inbox_order, "READ", 2)
     with declared(effect, ordered="block") as stage:
-        send_chain(stage.destination, [0, 1, 2, 3, 4, 5])
-        _, *rest = taken(stage.destination)
-        deliver(stage.destination, *rest)
-        step(stage, times=5)
+        let_five_wait(stage)
         rows = InboxMessage.objects.order_by("after_at")
         ended = rows.filter(pk=rows[3].pk)
         ended.update(processed_at=Now(), due_at=None, waits_for=None)
@@ -187,10 +192,7 @@ def test_a_stage_that_is_not_ordered_any_more_releases_a_few_messages_at_a_time(
 ) -> None:
     monkeypatch.setattr(inbox_order, "READ", 2)
     with declared(effect, ordered="block") as stage:
-        send_chain(stage.destination, [0, 1, 2, 3, 4, 5])
-        _, *rest = taken(stage.destination)
-        deliver(stage.destination, *rest)
-        step(stage, times=5)
+        let_five_wait(stage)
         waiting = InboxMessage.objects.filter(waits_for__isnull=False)
         left: list[int] = []
         ordering.begin(
