@@ -33,7 +33,7 @@ from django_txmsg.testing.broker_suite import bodies, take
 from tests.faults import ANSWERS, REQUESTS, Proxy, wait_until
 from tests.running import committing, declared, running, txmsg
 from tests.services import ByAmqp, RabbitMQ
-from tests.services.stomp_server import LIMITED_USER, PASSWORD, USER
+from tests.services.stomp_server import ALLOWED, LIMITED_USER, PASSWORD, USER
 
 Open = Callable[..., Session]
 
@@ -524,6 +524,22 @@ def test_queue_deleted_before_the_commit_is_redeclared_for_returned_messages(
     bare.queue_delete(target)
     session.commit([])
     assert bodies(received(opened(rabbitmq_amqp.url()), target, 1)) == [b"x"]
+
+
+def test_commit_finds_the_message_because_of_which_the_channel_was_closed(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    """The user has no write permission for topics. So the error is about a destination,
+    and the caller counts no attempt."""
+    own = f"{ALLOWED}{destination}"
+    session = opened(rabbitmq_amqp.url(user=LIMITED_USER), transacted=True)
+    session.subscribe(own, prefetch=1)
+    for name in (own, f"topic:{own}", own):
+        session.enlist(Outgoing(name, {}, b"x"))
+    with pytest.raises(DestinationUnavailable, match=r"amq\.topic"):
+        session.commit([])
+    session.enlist(Outgoing(own, {}, b"y"))
+    session.commit([])
 
 
 @pytest.mark.parametrize("over", ["amqp", "stomp"])

@@ -27,6 +27,7 @@ from ...errors import (
     BrokerUnavailable,
     DestinationUnavailable,
     DispatchRejected,
+    DispatchUnknown,
 )
 from ...runtime.per_process import Members, PerProcess
 from ..base import Delivery, Outgoing, Session, acknowledges_now, insist
@@ -244,6 +245,12 @@ class Subscription:
 REFUSALS = (DispatchRejected, DestinationUnavailable)
 
 
+def _is_unclear(error: BrokerError | None) -> bool:
+    """Return whether another try may store the message, or tell why it is refused."""
+    hung_up = isinstance(error, DispatchUnknown) and error.hung_up
+    return hung_up or isinstance(error, Unroutable)
+
+
 class AmqpSession(Session):
     """One connection to RabbitMQ, with channels for sending and for receiving."""
 
@@ -406,11 +413,12 @@ class AmqpSession(Session):
     def commit(self, acks: Sequence[Delivery]) -> None:
         enlisted, self._enlisted = self._enlisted, []
         outcomes = self.send(enlisted)
-        if any(isinstance(error, Unroutable) for error in outcomes):
-            # send() has forgotten the queues that were deleted since enlist(), and
-            # declares them now.
+        if self._link.transport.connected and any(map(_is_unclear, outcomes)):
+            # Again, one by one. send() has forgotten the queues that were deleted since
+            # enlist(), and declares them now. If RabbitMQ has closed the channel
+            # because of one message, this shows which one.
             pairs = zip(enlisted, outcomes, strict=True)
-            outcomes = self.send([one for one, error in pairs if error])
+            outcomes = self.send([one for one, error in pairs if error], isolate=True)
         for error in outcomes:
             if error is not None:
                 raise error
