@@ -181,18 +181,24 @@ class Ledger:
         message = f"{self.table.column('message_id').sql}::text"
         if any(one.name == "stage" for one in columns):
             message += " || '/' || t.stage"
-        (_, _, deleted), *living = self.connection.rows(
-            "WITH lake AS (SELECT * FROM unnest(%s::bigint[], %s::text[], %s::bigint[])"
-            " AS l (lake_row, lake_message, lake_hash)), gone AS (DELETE FROM"
-            f" {self.table.relation} AS t USING lake WHERE t.id = lake_row"
-            f" AND {message} = lake_message AND {postgres_sql(columns)} = lake_hash"
-            f" AND {settled} RETURNING t.id) SELECT NULL, NULL, count(*) FROM gone"
-            f" UNION ALL SELECT t.id, {message}, 0 FROM {self.table.relation}"
-            f" AS t JOIN lake ON t.id = lake_row AND {message} = lake_message"
-            " WHERE t.id NOT IN (SELECT id FROM gone)",
-            ids, messages, list(hashes),
-        )  # fmt: skip
-        return int(deleted), [(row, message) for row, message, _ in living]
+        table = f"{self.table.relation} AS t"
+        lake = (
+            "unnest(%s::bigint[], %s::text[], %s::bigint[])"
+            " AS l (lake_row, lake_message, lake_hash)"
+        )
+        same = f"t.id = lake_row AND {message} = lake_message"
+        given = ids, messages, list(hashes)
+        deleted = self.connection.execute(
+            f"DELETE FROM {table} USING {lake} WHERE {same}"
+            f" AND {postgres_sql(columns)} = lake_hash AND {settled}",
+            *given,
+        )
+        # In one statement with the DELETE, this would return the rows that another
+        # archiver deletes while the DELETE waits for it.
+        living = self.connection.rows(
+            f"SELECT t.id, {message} FROM {table} JOIN {lake} ON {same}", *given
+        )
+        return deleted, living
 
     def _settle_sqlite(
         self,

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -21,12 +21,17 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg.spark.errors import EnvironmentFault, VerificationRefused
-from django_txmsg.spark.jobs.archive import ArchiveOptions, tasks_on
+from django_txmsg.spark.jobs.archive import (
+    ArchiveOptions,
+    ArchiveResult,
+    tasks_on,
+)
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import DayFiles, LakeFile, prove
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.storage import place_of
+from tests.faults import wait_until
 from tests.spark.archives import (
     OVERLAPPING,
     SMALL,
@@ -41,6 +46,12 @@ from tests.spark.conftest import ROOT, everywhere
 from tests.spark.log import LONG_AGO, Log
 
 NOW = datetime.now(timezone.utc)
+
+#: The archive locks that are held in this database.
+LOCKS = (
+    "FROM pg_locks WHERE locktype = 'advisory' AND granted AND database ="
+    " (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
 
 
 @everywhere
@@ -286,17 +297,43 @@ def test_an_archiver_that_has_lost_its_lock_changes_nothing(
     def lose_the_lock(reached: str) -> None:
         if reached == step and not done:
             # What a network fault does to a session lock, without our knowing.
-            pg_log.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_locks"
-                " WHERE locktype = 'advisory' AND granted AND database ="
-                " (SELECT oid FROM pg_database WHERE datname = current_database())"
-            )
+            pg_log.execute(f"SELECT pg_terminate_backend(pid) {LOCKS}")
             done.append(archive(spark, pg_log, lake).rows)
 
     with pytest.raises(EnvironmentFault):
         archive(spark, pg_log, lake, on_step=lose_the_lock)
 
     assert done == [150]
+    assert_moved_once(before, pg_log, lake, set(before))
+
+
+def test_rows_that_another_archiver_is_deleting_stay_in_the_lake(
+    pg_log: Log, lake: LakeSpec
+) -> None:
+    """The first archiver has lost its lock, and has deleted rows in a transaction that
+    is still open. The second one settles the same rows."""
+    pg_log.send_many(150)
+    before = hashes_in(pg_log)
+    second: list[Future[ArchiveResult]] = []
+
+    def overtake(step: str) -> None:
+        if step != "purging" or second:
+            return
+        pg_log.execute(f"SELECT pg_terminate_backend(pid) {LOCKS}")
+        second.append(pool.submit(archive, None, pg_log, lake))
+        waiting = (
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            " AND datname = current_database()"
+        )
+        wait_until(lambda: pg_log.value(waiting) == 1, deadline=60)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        with pytest.raises(EnvironmentFault):
+            archive(None, pg_log, lake, on_step=overtake)
+        with pytest.raises(EnvironmentFault, match="has gone past batch 0"):
+            second[0].result()
+
+    archive(None, pg_log, lake)
     assert_moved_once(before, pg_log, lake, set(before))
 
 
