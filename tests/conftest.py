@@ -44,10 +44,11 @@ MARKED = {
 ON_SQLITE = {"docs", "unit"}
 ON_POSTGRESQL = {"acceptance", "contract"}
 
-#: All other tests that use a database take turns, as do the pipeline's. Each test has
-#: one of four numbers. The commit says whose turn it is: the tests of that number run
-#: on PostgreSQL, those of the next number on SQLite, and the others not this time.
-TURNS = 4
+#: All other tests that use a database take turns. Each test has one of four numbers.
+#: The commit says whose turn it is: the tests of that number run on PostgreSQL, those
+#: of the next number on SQLite, and the others not this time. The pipeline's tests,
+#: which take longest, have one of eight numbers.
+TURNS = 8
 TURN = os.environ.get("TXMSG_TEST_TURN", "all")
 
 S = TypeVar("S", bound=services.Server)
@@ -86,13 +87,13 @@ def has_its_turn(item: pytest.Item, other: str, turn: str = TURN) -> bool:
         return True
     number, wanted = crc32(item.nodeid.encode()), int(turn)
     on_sqlite = other == "postgresql"
-    if folder != "spark":
-        if not item.get_closest_marker("database"):
-            return True
-        if folder in ON_POSTGRESQL and not item.get_closest_marker("sqlite"):
-            return not on_sqlite and number % 2 == wanted % 2
-        wanted += on_sqlite
-    return number % TURNS == wanted % TURNS
+    if folder == "spark":
+        return number % TURNS == wanted % TURNS
+    if not item.get_closest_marker("database"):
+        return True
+    if folder in ON_POSTGRESQL and not item.get_closest_marker("sqlite"):
+        return not on_sqlite and number % 2 == wanted % 2
+    return number % 4 == (wanted + on_sqlite) % 4
 
 
 def _parameters(item: pytest.Item) -> set[str]:

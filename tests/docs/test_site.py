@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,8 +17,21 @@ from tests.docs.pages import PAGES, ROOT, links
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built in the same way as by `make docs`."""
-    target = tmp_path_factory.mktemp("site")
+    """The site, built in the same way as by `make docs`. If several processes run the
+    tests, only the first of them builds it, because a build takes half a minute."""
+    shared = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        shared = shared.parent
+    target, done = shared / "site", shared / "site.built"
+    with (shared / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            _build(target)
+            done.touch()
+    return target
+
+
+def _build(target: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
     built = subprocess.run(
         [*command, "-b", "html", str(ROOT / "docs"), str(target)],
@@ -26,7 +41,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert built.returncode == 0, built.stderr
-    return target
 
 
 def test_the_menu_leads_to_every_page(site: Path) -> None:

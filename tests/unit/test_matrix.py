@@ -43,12 +43,12 @@ def test_the_matrix_leaves_out_nothing_that_make_test_does() -> None:
 @pytest.mark.parametrize(
     ("folder", "markers", "sqlite", "postgresql"),
     [
-        ("integration", {"database"}, 1, 1),
-        ("acceptance", {"database"}, 0, 2),
-        ("acceptance", {"database", "sqlite"}, 1, 1),
-        ("acceptance", set(), 4, 4),
+        ("integration", {"database"}, 2, 2),
+        ("acceptance", {"database"}, 0, 4),
+        ("acceptance", {"database", "sqlite"}, 2, 2),
+        ("acceptance", set(), 8, 8),
         ("spark", {"database"}, 1, 1),
-        ("unit", {"database"}, 4, 4),
+        ("unit", {"database"}, 8, 8),
     ],
 )
 def test_every_test_has_its_turn_on_its_databases(
