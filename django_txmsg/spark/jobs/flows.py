@@ -8,7 +8,6 @@ A healthy run has no verdict. Its messages are judged like all others.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
 from functools import reduce
 
 import pyspark.sql.functions as sf
@@ -17,7 +16,7 @@ from pyspark.sql import types as t
 
 from ..schemas import FLOW_RUNS, FLOW_UNDOS, struct_of
 from ..transforms import timestamp
-from ..transforms.reconcile import VERDICT, Judgement
+from ..transforms.reconcile import VERDICT, Judgement, of_service
 from .journeys import Journeys
 from .reading import WholeLog
 
@@ -46,7 +45,6 @@ class Flows:
         day = None if since is None else since.date()
         self._runs = log.read("flow_runs", RUN, since=day)
         self._undos = log.read("flow_undos", UNDO, since=day)
-        self._known_from = _known_from(log)
 
     def verdicts(
         self, rest: DataFrame, journeys: Journeys, by: Judgement
@@ -77,25 +75,7 @@ class Flows:
                     sf.max("processed_at").alias("processed_at"),
                 )
             )
-        return flow_verdicts(runs, self._undos, requests, by, self._known_from)
-
-
-def _known_from(log: WholeLog) -> Mapping[str, dt.datetime]:
-    """Return the instant from which each service's log is complete. With a lake, this
-    is the service's first day in the lake. Without a lake, the instant follows from the
-    retention."""
-    days: dict[str, dt.date] = {}
-    for one in log.files_of("outbox")[1]:
-        days[one.service] = min(one.day, days.get(one.service, one.day))
-    kept = log.spec.retention.get("outbox")
-    found = {}
-    for live in log.live:
-        if live.service in days:
-            start = dt.datetime.combine(days[live.service], dt.time(), dt.timezone.utc)
-            found[live.service] = start
-        elif kept is not None:
-            found[live.service] = live.taken - dt.timedelta(days=kept)
-    return found
+        return flow_verdicts(runs, self._undos, requests, by)
 
 
 def judged(runs: DataFrame, by: Judgement) -> DataFrame:
@@ -120,12 +100,10 @@ def flow_verdicts(
     undos: DataFrame,
     requests: DataFrame,
     by: Judgement,
-    known_from: Mapping[str, dt.datetime],
 ) -> DataFrame:
     """Return VERDICT rows for the runs that `judged()` returned.
 
-    `requests` are the REQUEST rows for `requests_of()`. `known_from` maps each service
-    to the instant from which its log contains all requests.
+    `requests` are the REQUEST rows for `requests_of()`.
     """
     stuck = _stuck_before(by)
     flows = runs.select(sf.col("flow").alias("name")).distinct()
@@ -155,11 +133,7 @@ def flow_verdicts(
         .alias("verdict"),
         *_of_each(),
     )
-    starts = [
-        sf.when(sf.col("service") == service, timestamp(at))
-        for service, at in known_from.items()
-    ]
-    start = sf.coalesce(*starts, sf.lit(None))
+    start = of_service(sf.col("service"), by.outbox_from)
     unasked = (
         sf.col("request_id").isNotNull()
         & ~sf.coalesce("was_sent", sf.lit(False))

@@ -28,10 +28,16 @@ from ..schemas import TABLES, Table, arrow_schema
 from ..source.batch import Selection, id_ranges
 from ..source.snapshot import snapshot
 from ..spec import JobSpec
-from ..transforms import whole_log, with_cancelled
+from ..transforms import EPOCH, whole_log, with_cancelled
 
 #: Most rows of a table that are read without tasks.
 FEW = 20_000
+#: When a row ended, and a condition: the row is kept for a fixed time after that.
+_ENDED = {
+    "outbox": ("dispatched_at", "dispatched_at IS NOT NULL"),
+    # Each copy that arrives later prolongs the time.
+    "inbox": ("processed_at", "processed_at IS NOT NULL AND deliveries = 1"),
+}
 
 
 @dataclass
@@ -162,6 +168,35 @@ class WholeLog:
         )
         archived = self._archived(table, narrow, named, since=since, above=above)
         return whole_log([live, archived], struct, twice=twice)
+
+    def known_from(self, table: str) -> dict[str, dt.datetime]:
+        """Return the instant from which each service's rows of a table are complete.
+        They are complete from the service's first day in this lake, or since the oldest
+        ended row in the database, whichever is earlier. The first service, and a
+        service without such rows, has at least the rows of the retention."""
+        described, kept = TABLES[table], self.spec.retention.get(table)
+        end, ended = _ENDED[table]
+        struct = t.StructType([described.live_struct()[end]])
+        oldest = (
+            f"t.id = (SELECT id FROM {described.relation} WHERE {ended}"
+            f" ORDER BY {end} LIMIT 1)"
+        )
+        named = self.files_of(table)[1]
+        found: dict[str, dt.datetime] = {}
+        for live in self.live:
+            known = [
+                dt.datetime.combine(one.day, dt.time(), dt.timezone.utc)
+                for one in named
+                if one.service == live.service
+            ]
+            for batch in _read_live(described, struct, iter([(live, oldest)])):
+                known += batch.column(0).to_pylist()
+            if live.service == self.spec.service().service or not known:
+                within = None if kept is None else dt.timedelta(days=kept)
+                known.append(live.taken - within if within else EPOCH)
+            # Of several databases of a service, each may have lost rows.
+            found[live.service] = max(min(known), found.get(live.service, EPOCH))
+        return found
 
     def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
         """Find the first and the last inbox row of each pair of stage and destination

@@ -155,6 +155,8 @@ class Reconciliation:
     """Findings that are not acknowledged, by verdict."""
     destinations: dict[str, Counter[str]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
+    unjudged: int = 0
+    """The number of messages that are older than the log which should have them."""
     clocks: list[Difference] = field(default_factory=list)
     """Services whose clocks differ."""
     retired: list[Listener] = field(default_factory=list)
@@ -183,9 +185,9 @@ def run_reconcile(
         rest = journeys.rest(options.since)
         earlier = journeys.listening(options.since)
         flows = Flows(log, options.since)
+        least = _judgement(spec, options, log)
         # Live rows are copied: no transaction is open during the comparison.
         log.release()
-        least = _judgement(spec, options, log)
         # What a file counts, no run need look for again: where its messages went.
         unread = usable(journeys.known, least.strictest, options.since)
         lines = [line for one in unread for line in journeys.known[one].lines]
@@ -207,6 +209,8 @@ def run_reconcile(
         clocks = differences(there, lines)
         by = dataclasses.replace(
             least,
+            receivers={(one.receiver, one.destination) for one in there}
+            | {(one.service, one.destination) for one in spec.subscriptions},
             received={one.destination for one in there}
             | {one.destination for one in lines},
             clocks=[
@@ -230,6 +234,8 @@ def run_reconcile(
             outcomes = outcomes.unionByName(as_outcome(spark, counts))
         outcomes = outcomes.persist(StorageLevel.DISK_ONLY)
         summed = judging.summary(outcomes).toArrow().to_pylist()
+        found.unjudged = sum(one["messages"] for one in summed if not one["verdict"])
+        summed = [one for one in summed if one["verdict"]]
         for row in summed:
             place = found.destinations.setdefault(row["destination"] or "?", Counter())
             for counted in (place, found.counts):
@@ -284,6 +290,8 @@ def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judge
         external=(*spec.external, *options.external),
         external_senders=(*spec.external_senders, *options.external_senders),
         task_brokers=[(one[0], one[1]) for one in spec.task_brokers],
+        outbox_from=log.known_from("outbox"),
+        inbox_from=log.known_from("inbox"),
         since=options.since,
     )
 
@@ -374,6 +382,11 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
     for name, verdicts in sorted(found.destinations.items()):
         text = ", ".join(f"{n:,} {kind}" for kind, n in sorted(verdicts.items()))
         lines.append(f"  {name}: {text}")
+    if found.unjudged:
+        lines.append(
+            f"  {found.unjudged:,} messages have no verdict: they are older than the "
+            "log of the service that should have sent or received them."
+        )
     if new := found.fresh.total():
         lines.append(f"  {new:,} findings are new.")
     if unseen := found.unseen.total():
@@ -399,6 +412,7 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
         "horizon": found.horizon, "destinations": found.destinations,
         "examples": found.examples, "not_received": found.not_received,
         "new": found.fresh, "unacknowledged": found.unseen,
+        "not_judged": found.unjudged,
         "clocks": [dataclasses.asdict(one) for one in found.clocks],
         "retired": [dataclasses.asdict(one) for one in found.retired],
     }  # fmt: skip

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import datetime as dt
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
 from ..schemas import struct_of
-from . import MICROSECOND, timestamp
+from . import EPOCH, MICROSECOND, timestamp
 from .journeys import RESOLUTIONS, is_topic, merged
 
 #: What the steps say of each destination, and of each listener of a topic.
@@ -93,6 +93,11 @@ class Judgement:
     """Destinations from which a stage has received."""
     clocks: Sequence[tuple[str, str, int]] = ()
     """Sender, receiver, and by how many microseconds the receiver's clock is ahead."""
+    outbox_from: Mapping[str, dt.datetime] = field(default_factory=dict)
+    inbox_from: Mapping[str, dt.datetime] = field(default_factory=dict)
+    """By service, the instants from which its outbox and its inbox are complete."""
+    receivers: Collection[tuple[str, str]] = ()
+    """Services, and the destinations that they consume."""
     since: dt.datetime | None = None
     """Of messages that were neither sent nor, by a sender unknown, received since
     then, nothing is reported."""
@@ -132,7 +137,8 @@ def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame
 
 
 def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
-    """Return one VERDICT row for each message and consumer, from complete journeys."""
+    """Return one VERDICT row for each message and consumer, from complete journeys. The
+    verdict is null if the message is older than the log that should contain it."""
     if by.since is not None:
         start = timestamp(by.since)
         # In a form by which Spark skips parts of files.
@@ -299,6 +305,12 @@ def service_of(consumer: Column) -> Column:
     return sf.substring_index(consumer, "/", 1)
 
 
+def of_service(service: Column, instants: Mapping[str, dt.datetime]) -> Column:
+    """Return the instant of a service. Null if there is none."""
+    known = [sf.when(service == one, timestamp(at)) for one, at in instants.items()]
+    return sf.coalesce(*known, sf.lit(None).cast("timestamp"))
+
+
 def fits(column: Column, patterns: Sequence[str]) -> Column:
     """Return whether a text matches one of these patterns. * matches any characters.
     False for null."""
@@ -323,6 +335,9 @@ def _verdict(by: Judgement) -> Column:
     # A message that was sent again is in flight, however old it is.
     young = sf.coalesce("due_again_at", "due_at", "received_at") >= limit
     foreign = ~sf.col("was_sent") & fits(sf.col("told_by"), by.external_senders)
+    told_at = sf.coalesce("told_at", "received_at")
+    kept = told_at >= of_service(sf.col("told_by"), by.outbox_from)
+    unknown = ~sf.col("was_sent") & ~foreign & sf.coalesce(kept, sf.lit(True))
     brokers = [one[len(BROKER) :] for one in by.external if one.startswith(BROKER)]
     names = [one for one in by.external if not one.startswith(BROKER)]
     elsewhere = (
@@ -340,9 +355,10 @@ def _verdict(by: Judgement) -> Column:
     }
     return (
         sf.when(sf.col("times_processed") > 1, "processed_twice")
-        .when(~sf.col("was_sent") & ~foreign & young, "in_flight")
-        .when(~sf.col("was_sent") & ~foreign, "unknown_sender")
+        .when(unknown & young, "in_flight")
+        .when(unknown, "unknown_sender")
         .when(processed & foreign, "external")
+        .when(processed & ~sf.col("was_sent"), None)
         .when(processed & (took > _late(by)), "late")
         .when(processed & (sf.col("deliveries") > 1), "redelivered_deduplicated")
         .when(processed, "ok")
@@ -360,8 +376,27 @@ def _verdict(by: Judgement) -> Column:
         .when(sf.col("dispatched_at").isNull() | young, "in_flight")
         .when(elsewhere, "external")
         .when(sf.col("expires_at") < limit, "expired")
-        .otherwise("never_received")
+        .when(
+            sf.greatest("dispatched_at", "due_again_at") >= _inbox_from(by),
+            "never_received",
+        )
     )
+
+
+def _inbox_from(by: Judgement) -> Column:
+    """Return the instant from which the receiver's inbox is complete. If several
+    services may be the receiver, the last of their instants."""
+    latest = sorted(by.inbox_from.items(), key=lambda one: one[1], reverse=True)
+    there = [
+        sf.when(
+            sf.col("destination").isin(*(at for who, at in by.receivers if who == one)),
+            timestamp(start),
+        )
+        for one, start in latest
+    ]
+    listener = of_service(service_of(sf.col("consumer")), by.inbox_from)
+    last = max(by.inbox_from.values(), default=EPOCH)
+    return sf.coalesce(listener, *there, timestamp(last))
 
 
 def _is_a_task(by: Judgement) -> Column:
