@@ -184,6 +184,10 @@ class Broker(abc.ABC):
     stored_in: str | None = None
     #: Whether sessions receive. A broker that only sends has its consumers elsewhere.
     consumable: bool = True
+    #: Whether a refusal by a destination holds for all its messages. If not, as where a
+    #: destination is a task's name and has several queues, only the refused messages
+    #: wait.
+    pauses_destinations: bool = True
     #: The kind of server: "activemq", "artemis", "rabbitmq", "database" or "celery" for
     #: ours, "" if only a connection could tell, and any other word for your own.
     kind: str = ""

@@ -23,9 +23,11 @@ from ..errors import (
     BrokerError,
     BrokerUnavailable,
     ConfigurationError,
+    DestinationUnavailable,
     DispatchRejected,
     DispatchUnknown,
 )
+from . import refusals
 from .base import Broker, Outgoing, Session
 from .celery_publication import HEADER, Publication
 
@@ -60,9 +62,8 @@ class CelerySession(Session):
         self._confirms = hasattr(channel, "confirm_select")
         if self._confirms:
             channel.confirm_select()
-            refusal = "the broker has refused it (basic.nack)"
             channel.events["basic_ack"].add(partial(self._settle, ""))
-            channel.events["basic_nack"].add(partial(self._settle, refusal))
+            channel.events["basic_nack"].add(partial(self._settle, refusals.NACK))
             channel.events["basic_return"].add(self._on_return)
         self._ends = ends(self._connection, channels=self._confirms)
 
@@ -116,6 +117,10 @@ class CelerySession(Session):
                 number = len(batch)
                 ended = self._await_confirms(timeout)
         except self._ends as error:
+            refused = self._refusal(error, str(error))
+            if refused is not None and len(batch) == 1:
+                self._use_another_channel()
+                return [refused]
             ended = DispatchUnknown(
                 f"{type(error).__name__}: {error}",
                 hung_up=not isinstance(error, TimeoutError),
@@ -143,11 +148,19 @@ class CelerySession(Session):
                 if self._open:
                     raise  # the channel is closed, and their confirms are lost
                 self._use_another_channel()
-                raise DispatchRejected(
+                text = (
                     f"{type(entity).__name__.lower()} {entity.name!r} cannot be "
                     f"declared: {error}"
-                ) from error
+                )
+                raise self._refusal(error, text) or DispatchRejected(text) from error
         return publication
+
+    def _refusal(self, error: Any, text: str) -> BrokerError | None:
+        """Return the outcome of a message because of which an AMQP server has closed
+        the channel. Return None for other errors."""
+        if self._confirms and isinstance(error, self._connection.channel_errors):
+            return refusals.by_amqp(error.reply_code, text)
+        return None
 
     def _publish(
         self, publication: Publication, number: int, outgoing: Outgoing, timeout: float
@@ -194,7 +207,7 @@ class CelerySession(Session):
         for one in [one for one in self._open if one <= tag] if multiple else [tag]:
             number = self._open.pop(one, None)
             if number is not None and refusal:
-                self._outcomes[number] = DispatchRejected(refusal)
+                self._outcomes[number] = DestinationUnavailable(refusal)
 
     def _on_return(
         self, error: Exception, exchange: str, routing_key: str, message: Any
@@ -203,7 +216,7 @@ class CelerySession(Session):
         number = self._named.get(message.properties.get("message_id", ""))
         if number is not None:
             self._connection.declared_entities.clear()
-            self._outcomes[number] = DispatchRejected(
+            self._outcomes[number] = DestinationUnavailable(
                 f"no queue of exchange {exchange!r} takes {routing_key!r} any more: "
                 f"{error}"
             )
@@ -290,6 +303,7 @@ class CeleryBroker(Broker):
     """The broker of a Celery app. Sends only task messages."""
 
     consumable = False
+    pauses_destinations = False
     kind = "celery"
 
     @property

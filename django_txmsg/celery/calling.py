@@ -26,7 +26,7 @@ from .. import conf, tracing, wire
 from ..brokers import of_kind
 from ..brokers.celery_publication import HEADER, Publication
 from ..django_internals import in_block
-from ..envelope.message import new_id
+from ..envelope.message import carried, new_id
 from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
 
 if TYPE_CHECKING:
@@ -389,7 +389,7 @@ def _store(
         destination=destination,
         content_type=task.content_type,
         body=task.body,
-        correlation_id=root[: wire.MAX_CORRELATION_ID],
+        correlation_id=carried(root[: wire.MAX_CORRELATION_ID]),
         session_id=current.session_id if current else None,
         headers=headers,
         origin=origin,

@@ -237,13 +237,20 @@ class ClaimingManager(SqlManager):
             ids, token, "dispatched_at = {now}, lease_until = NULL, lease_token = NULL"
         )
 
-    def release(self, ids: list[int], token: uuid.UUID, *, error: str = "") -> int:
+    def release(
+        self, ids: list[int], token: uuid.UUID, *, error: str = "", delay: float = 0.0
+    ) -> int:
         """Release rows without counting an attempt. Pass `error` if the rows'
         destination currently accepts no messages. Omit `error` if the broker did not
-        answer."""
-        free, values = "lease_until = NULL, lease_token = NULL", []
+        answer. With `delay`, the rows are due again after so many seconds."""
+        free: str = "lease_until = NULL, lease_token = NULL"
+        values: list[Any] = []
         if error:
             free, values = f"{free}, last_error = %s", [error]
+        if delay:
+            connection = connections[self.db]
+            free += f", due_at = {later_sql(connection)}"
+            values.append(later_value(connection, delay))
         return self._leased(ids, token, free, values)
 
     def extend(self, ids: list[int], token: uuid.UUID, lease: float) -> int:

@@ -433,6 +433,8 @@ class Lane:
 
     def _pause(self, found: Receipts) -> None:
         """Pause, for all lanes, the destinations that currently accept no messages."""
+        if not get_broker(self.broker_alias).pauses_destinations:
+            return
         stored = {row.destination for row in found.stored} if found.refused else ()
         for destination, error in found.unavailable.items():
             self._refused.add(destination)

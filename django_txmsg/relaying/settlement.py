@@ -13,6 +13,7 @@ from django.db import Error as AnyDatabaseError
 from django.db import connections, transaction
 
 from .. import conf, signals
+from ..brokers import get_broker
 from ..dead_letters import burial
 from ..django_internals import in_block
 from ..envelope.redelivery import Dead, RedeliveryPolicy, decide
@@ -193,13 +194,17 @@ class Settlement:
 
     def _give_back_refused(self, found: Receipts) -> None:
         """Release rows whose destination currently accepts no messages, and store the
-        broker's error."""
+        broker's error. If the destination will not be paused, the rows wait instead."""
+        paused = get_broker(self.broker_alias).pauses_destinations
+        delay = 0.0 if paused else conf.get().RELAY.BREAKER_MAX_PAUSE
         for destination, error in found.unavailable.items():
             ids = [row.id for row, _ in found.refused if row.destination == destination]
             words = str(error)[:2000]
 
             def release(ids: list[int] = ids, words: str = words) -> int:
-                return self._outbox().release(ids, self._token, error=words)
+                return self._outbox().release(
+                    ids, self._token, error=words, delay=delay
+                )
 
             self._fenced(len(ids), release)
             self._counts["refused"] += len(ids)

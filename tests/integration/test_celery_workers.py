@@ -312,7 +312,50 @@ def test_a_task_that_the_broker_refuses_is_refused_alone(
     assert [row.dispatched_at is not None for row in rows] == [True, False, False, True]
     assert "cannot be declared" in rows[1].last_error
     assert "nowhere" in rows[2].last_error
-    assert {row.attempts for row in rows} == {0, 1}
+    # An operator can repair both, so no attempt counts.
+    assert {row.attempts for row in rows} == {0}
+
+
+def test_a_task_for_a_full_queue_waits_without_attempts(
+    worker: Start, rabbitmq: RabbitMQ, settings: Any
+) -> None:
+    """A task's queue is full, and refuses more. Calls of the same task for another
+    queue are sent meanwhile, and the refused ones when there is room."""
+    settings.TXMSG = {**settings.TXMSG, "RELAY": {"BREAKER_MAX_PAUSE": 0.2}}
+    limits = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    full = Queue("tests.celery.limited", queue_arguments=limits)
+    lane = Lane("default", "celery", batch_size=4)
+    try:
+        with app.connection_for_write() as connection:
+            bound = full(connection.default_channel)
+            bound.declare()
+            bound.purge()
+            with transaction.atomic():
+                for number in range(10):
+                    step.apply_async((number,), queue=full)
+                step.delay("to a queue with room")
+
+            def the_other_is_sent() -> bool:
+                lane.dispatch()
+                return OutboxMessage.objects.latest("id").dispatched_at is not None
+
+            wait_until(the_other_is_sent)
+            for _ in range(20):
+                lane.dispatch()
+            waiting = list(OutboxMessage.objects.filter(dispatched_at=None))
+            assert len(waiting) == 9
+            assert {row.attempts for row in waiting} == {0}
+            assert {"is full" in row.last_error for row in waiting} == {True}
+
+            def sent_when_there_is_room() -> bool:
+                bound.purge()
+                lane.dispatch()
+                return _pending() == 0
+
+            wait_until(sent_when_there_is_room, deadline=60)
+            bound.delete()
+    finally:
+        lane.close()
 
 
 def test_a_queue_that_was_deleted_loses_no_task(

@@ -20,7 +20,7 @@ from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
 from ... import conf, wire
-from ...envelope.message import check_destination
+from ...envelope.message import carried, check_destination
 from ...errors import DuplicateMessage, InvalidMessage
 from ...models import InboxMessage, OutboxMessage
 from ...sending.outbox import send_message
@@ -179,7 +179,9 @@ class Command(DatabaseCommand):
             if not wire.reserved(name)
         }
         if correlation := headers.get("dop-correlation-id"):
-            headers[wire.CORRELATION_ID] = correlation[: wire.MAX_CORRELATION_ID]
+            headers[wire.CORRELATION_ID] = carried(
+                correlation[: wire.MAX_CORRELATION_ID]
+            )
         try:
             destination = check_destination(self._destination(row.destination))
         except InvalidMessage:
