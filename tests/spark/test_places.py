@@ -143,3 +143,9 @@ def test_messages_that_waited_for_a_consumer_show_no_difference() -> None:
     )
     assert differences([between(7200, 7201)], [prompt]) == []
     assert differences([between(30, 31)], []) == []
+
+
+def test_a_consumer_that_works_in_batches_shows_no_difference() -> None:
+    hour, day = 3600, 24 * 60
+    assert differences([between(hour, 12 * hour, minutes=90 * day)], []) == []
+    assert differences([between(120, 600, minutes=2 * day)], []) == []
