@@ -251,8 +251,16 @@ def test_a_message_is_late_and_lost_from_when_it_was_due(spark) -> None:
         row = ("a", name, "q", at(0), None, left, None)
         return sent(spark, row, due_at=at(due), attempts=attempts)
 
+    again = sent(
+        spark,
+        ("a", "left-again", "q", at(0), None, at(1), None),
+        ("a", "left-again", "q", at(60), None, at(day + 1), None),
+    )
     messages = (
         delayed("prompt", day, day)
+        # The relay was down until now.
+        .unionByName(delayed("left-now", 0, day + 1))
+        .unionByName(again)
         .unionByName(delayed("late", day, day))
         .unionByName(delayed("tried-again", day, day, attempts=1))
         # Due at once: only attempts to send it have made it due again.
@@ -280,7 +288,7 @@ def test_a_message_is_late_and_lost_from_when_it_was_due(spark) -> None:
     assert dict(verdicts.select("message_id", "verdict").collect()) == {
         "prompt": "ok", "late": "late", "tried-again": "ok",
         "refused-first": "late", "just-left": "in_flight", "lost": "never_received",
-        "next-week": "in_flight",
+        "next-week": "in_flight", "left-now": "in_flight", "left-again": "in_flight",
     }  # fmt: skip
 
 

@@ -47,11 +47,11 @@ RESOLUTIONS = {
 }
 
 #: How each column of steps is merged.
-_FIRST = ("begun_at", "stored_at", "copied_at", "due_at", "told_at", "dispatched_at",
-          "received_at", "processed_at", "sender", "consumer", "broker",
-          "told_by")  # fmt: skip
-_LAST = ("sent_again_at", "due_again_at", "died_at", "expires_at", "buried_at",
-         "tried_at", *RESOLUTIONS.values(), "other_consumer")  # fmt: skip
+_FIRST = ("begun_at", "stored_at", "copied_at", "due_at", "told_at", "received_at",
+          "processed_at", "sender", "consumer", "broker", "told_by")  # fmt: skip
+_LAST = ("sent_again_at", "due_again_at", "dispatched_at", "died_at", "expires_at",
+         "buried_at", "tried_at", *RESOLUTIONS.values(),
+         "other_consumer")  # fmt: skip
 _COUNTS = ("stored", "died", "cancelled", "expire", "times_processed", "deliveries",
            "tries")  # fmt: skip
 _TEXTS = frozenset(["sender", "consumer", "other_consumer", "broker", "told_by"])

@@ -332,8 +332,10 @@ def _verdict(by: Judgement) -> Column:
     if by.stuck_before is not None:
         stuck = timestamp(by.stuck_before)
     took = sf.unix_micros("processed_at") - sf.unix_micros("due_at") - _ahead(by)
-    # A message that was sent again is in flight, however old it is.
-    young = sf.coalesce("due_again_at", "due_at", "received_at") >= limit
+    # A message that was sent again is in flight, however old it is. So is a message
+    # that has just left, however long its relay had to wait.
+    due = sf.coalesce("due_again_at", "due_at", "received_at")
+    young = sf.greatest(due, "dispatched_at") >= limit
     foreign = ~sf.col("was_sent") & fits(sf.col("told_by"), by.external_senders)
     told_at = sf.coalesce("told_at", "received_at")
     kept = told_at >= of_service(sf.col("told_by"), by.outbox_from)
