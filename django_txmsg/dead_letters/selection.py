@@ -79,7 +79,9 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
         letters = letters.filter(pk__lt=min(int(filters["older"]), 2**63 - 1))
     if filters.get("again"):
         letters = letters.filter(deaths__gt=1)
-    if filters.get("search"):
+    if "search" in filters:
+        if not filters["search"].strip():
+            raise TxmsgError("A blank search would select unrelated dead letters.")
         letters = letters.filter(searched(filters["search"]))
     return letters
 

@@ -19,7 +19,15 @@ from ..models.fields import Later, clock
 from ..models.monitoring import Deed
 from ..monitoring import runs
 from ..monitoring.lengths import duration
-from .terminal import chosen_database, local, printable, read_age, record, values
+from .terminal import (
+    chosen_database,
+    local,
+    not_blank,
+    printable,
+    read_age,
+    record,
+    values,
+)
 
 #: What `show --json` prints of an undo.
 _UNDO = ("number", "destination", "request_id", "confirmed_at")
@@ -36,9 +44,9 @@ class Command(BaseCommand):
             help=f"list, show, {', '.join(acts.ACTS)}")  # fmt: skip
         add("runs", nargs="*", default=[], type=uuid.UUID, metavar="RUN",
             help="the id of a run")  # fmt: skip
-        add("--flow", help="the name of the flow")
-        add("--key")
-        add("--step", help="the step that runs next")
+        add("--flow", type=not_blank, help="the name of the flow")
+        add("--key", type=not_blank)
+        add("--step", type=not_blank, help="the step that runs next")
         add("--state", choices=list(runs.states()), metavar="STATE",
             help=f"{', '.join(runs.states())} (default: open)")  # fmt: skip
         add(
@@ -49,7 +57,7 @@ class Command(BaseCommand):
         add("--all", action="store_true", help="all open runs")
         add("--limit", type=int, default=50, metavar="N", help="lines of list")
         add("--to", default="", metavar="STEP", help="of go-back: the step")
-        add("--value", default="", metavar="JSON",
+        add("--value", type=not_blank, metavar="JSON",
             help="of resume and go-back: the step's argument")  # fmt: skip
         add("--type", default="", help="its type, if the step takes several")
         add("--why", default="", help="for the audit, and the reason of cancel")
@@ -117,7 +125,7 @@ class Command(BaseCommand):
                 f"--key, --step, --state, --older-than."
             )
         given = acts.Given(
-            **{name: options[name] for name in ("why", "value", "type", "to")}
+            **{name: options[name] or "" for name in ("why", "value", "type", "to")}
         )
         chosen = list(found.only("run_id", "since"))
         if options["dry_run"]:
@@ -147,7 +155,7 @@ def _selected(using: str, options: dict[str, Any]) -> models.QuerySet[Run]:
     for name in ("flow", "key", "step"):
         if options[name]:
             rows = rows.filter(**{name: options[name]})
-    if options["older_than"]:
+    if options["older_than"] is not None:
         age = read_age(options["older_than"])
         rows = rows.filter(since__lte=Later(-age.total_seconds()))
     state = options["state"] or ("" if options["runs"] else "open")

@@ -14,7 +14,7 @@ from ..models import Alert, AuditEntry
 from ..models.monitoring import Deed
 from ..monitoring import process_states
 from ..monitoring.process_states import WITHIN
-from .terminal import chosen_database, local, printable, values
+from .terminal import chosen_database, local, not_blank, printable, values
 
 
 class Alerts(BaseCommand):
@@ -71,14 +71,16 @@ class Audit(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--limit", type=int, default=50, metavar="N")
-        parser.add_argument("--by", metavar="USER", help="part of the user's name")
+        parser.add_argument(
+            "--by", type=not_blank, metavar="USER", help="part of the user's name"
+        )
         parser.add_argument(
             "--deed",
             choices=Deed.values,
             metavar="DEED",
             help=f"what was done: {', '.join(Deed.values)}",
         )
-        parser.add_argument("--text", help="part of the description")
+        parser.add_argument("--text", type=not_blank, help="part of the description")
         parser.add_argument("--json", action="store_true")
         parser.add_argument("--database", metavar="ALIAS")
 

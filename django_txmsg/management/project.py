@@ -22,7 +22,7 @@ from ..dead_letters.burial import bury_unread
 from ..django_internals import settings_of
 from ..models import OutboxMessage
 from ..models.monitoring import Deed
-from .terminal import record
+from .terminal import not_blank, record
 
 MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
 
@@ -171,7 +171,7 @@ class Contracts(BaseCommand):
             "check", help="Exit 1 if a change breaks a sender or receiver."
         )
         bury = actions.add_parser("bury", help="Bury messages that need newer code.")
-        bury.add_argument("--stage", default="", help="Of this stage alone.")
+        bury.add_argument("--stage", type=not_blank, help="Of this stage alone.")
         bury.add_argument("--database", metavar="ALIAS", default="default")
         for action in (export, check):
             action.add_argument(
@@ -189,7 +189,7 @@ class Contracts(BaseCommand):
         if options["action"] == "export":
             self._export(options["file"])
         elif options["action"] == "bury":
-            using, stage = options["database"], options["stage"]
+            using, stage = options["database"], options["stage"] or ""
             # First: it is done in many transactions, each of which may be the last.
             of = f"stage {stage}" if stage else "all stages"
             said = f"Bury messages of {of} that need newer code."

@@ -4,6 +4,7 @@ return the operator's name, and record the operator's action in the audit."""
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import getpass
 import re
@@ -138,12 +139,22 @@ def require_tables(*aliases: str, waits: bool = False) -> None:
 def chosen_database(options: Mapping[str, Any], model: type[Model]) -> str:
     """Return the alias that `--database` gives. Without this option, return the alias
     of the model's database. Raises CommandError if the database cannot be used."""
-    using: str = options["database"] or router.db_for_write(model)
+    using: str | None = options["database"]
+    if using is None:
+        using = router.db_for_write(model)
     require_tables(using)
     return using
 
 
-# Numbers and ages in the options of commands.
+# Texts, numbers and ages in the options of commands.
+
+
+def not_blank(text: str) -> str:
+    """Return the value of an option. Refuse a blank value, because without the option
+    the command would do more: the value may be an unset variable of a shell."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is blank. Is a variable of your shell unset?")
+    return text
 
 
 def require_positive(options: Mapping[str, Any], name: str) -> None:

@@ -222,6 +222,10 @@ def test_a_dry_run_names_undos_in_doubt_that_it_would_confirm() -> None:
     assert "1 of them are undos in doubt" in text
 
 
+#: Options that select dead letters. Without a value, each would select more.
+BLANK = ("--search", "--destination", "--fingerprint", "--reason")
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -236,6 +240,14 @@ def test_a_dry_run_names_undos_in_doubt_that_it_would_confirm() -> None:
         (["note", "--text", "x"], "Which error"),
         (["note", "--fingerprint", "x"], "Give the note"),
         (["mute", "--fingerprint", "feedfacefeedface"], "why this error is muted"),
+        *((["discard", name, " "], "is blank") for name in BLANK),
+        (["discard", "--older-than", ""], "not an age"),
+        (["discard", "--all", "--shown", ""], "Not a token"),
+        (["discard", "--all", "--database", ""], "No database ''"),
+        (
+            ["mute", "--fingerprint", "feedfacefeedface", "--text", "x", "--for", ""],
+            "not an age",
+        ),
     ],
 )
 def test_ambiguous_selection_is_refused(arguments: list[str], word: str) -> None:
@@ -246,6 +258,18 @@ def test_ambiguous_selection_is_refused(arguments: list[str], word: str) -> None
 
     letter.refresh_from_db()
     assert letter.resolution == "open"
+
+
+def test_a_blank_search_selects_nothing() -> None:
+    letter = factories.DeadLetterFactory()
+
+    for text in ("", " "):
+        with pytest.raises(CommandError, match="blank search"):
+            call_command("dead_letters", "discard", search=text)
+
+    letter.refresh_from_db()
+    assert letter.resolution == "open"
+    assert "1 open dead letter." not in run("dead_letters", "list", "--stage", "")
 
 
 def test_status_of_an_idle_system_is_well() -> None:

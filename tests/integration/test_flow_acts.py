@@ -286,6 +286,9 @@ def test_acts_on_many_runs_need_a_choice_and_are_rated() -> None:
     with pytest.raises(CommandError, match="say --all"):
         command("cancel")
     assert command("cancel", "--flow", "acts.trip", "--dry-run") == "3 to cancel.\n"
+    for option in ("--flow", "--key", "--step", "--older-than", "--value"):
+        with pytest.raises(CommandError, match=r"is blank|not an age"):
+            command("cancel", "--all", option, "")
     assert audit() == []
 
     command("go-back", "--step", "approved", "--to", "paid", "--rate", "50")

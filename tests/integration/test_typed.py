@@ -11,7 +11,7 @@ from typing import Any
 
 import pydantic
 import pytest
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import transaction
 from django.db.models import F
 
@@ -376,6 +376,8 @@ def test_operator_buries_unreadable_messages_after_a_roll_back(
         )
         arguments = ["--stage", "tests.place"] if named else []
         call_command("txmsg", "contracts", "bury", "--stage", "tests.other")
+        with pytest.raises(CommandError, match="is blank"):
+            call_command("txmsg", "contracts", "bury", "--stage", "")
         assert DeadLetter.objects.count() == 0
         call_command("txmsg", "contracts", "bury", *arguments)
 

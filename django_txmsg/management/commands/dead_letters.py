@@ -31,6 +31,7 @@ from ..terminal import (
     DatabaseCommand,
     chosen_database,
     local,
+    not_blank,
     operator,
     printable,
     printable_lines,
@@ -214,9 +215,9 @@ class Command(DatabaseCommand):
         for name, text in _FLAGS.items():
             parser.add_argument(name, action="store_true", help=text)
         parser.add_argument("--stage", help="the stage that gave up ('': the relay)")
-        parser.add_argument("--destination")
-        parser.add_argument("--fingerprint", help="of the error")
-        parser.add_argument("--reason", help="why it was buried")
+        parser.add_argument("--destination", type=not_blank)
+        parser.add_argument("--fingerprint", type=not_blank, help="of the error")
+        parser.add_argument("--reason", type=not_blank, help="why it was buried")
         parser.add_argument("--text", help="of note and mute: what is known")
         parser.add_argument(
             "--for",
@@ -233,7 +234,9 @@ class Command(DatabaseCommand):
             metavar="AGE",
             help="buried at least this long ago: 30m, 12h, 7d",
         )
-        parser.add_argument("--search", help="message id, correlation id or key")
+        parser.add_argument(
+            "--search", type=not_blank, help="message id, correlation id or key"
+        )
         parser.add_argument(
             "--limit", type=_count, default=50, help="of list and groups"
         )
@@ -279,7 +282,7 @@ class Command(DatabaseCommand):
         filters = {name: options[name] for name in names if options[name] is not None}
         if options["again"]:
             filters["again"] = True
-        if options["older_than"]:
+        if options["older_than"] is not None:
             filters["before"] = (
                 clock(using) - read_age(options["older_than"])
             ).isoformat()
@@ -329,12 +332,13 @@ class Command(DatabaseCommand):
             raise CommandError(f"Which error to {action}? Give its --fingerprint.")
         if action == "note" and options["text"] is None:
             raise CommandError("Give the note as --text.")
+        length = options["duration"]
         with transaction.atomic(using=using):
             note = FailureNote.objects.db_manager(using).keep(
                 options["fingerprint"],
                 note=options["text"],
                 muted=None if action == "note" else action == "mute",
-                duration=read_age(options["duration"]) if options["duration"] else None,
+                duration=None if length is None else read_age(length),
                 above=options["above"],
                 by=f"command: {operator()}",
             )
@@ -386,7 +390,7 @@ class Command(DatabaseCommand):
                 why=why,
                 force=options["force"],
                 rate=options["rate"],
-                shown=Shown.parse(token) if token else None,
+                shown=None if token is None else Shown.parse(token),
                 tolerates=options["tolerate"] if options["one_first"] else None,
             )
             record(

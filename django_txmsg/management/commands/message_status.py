@@ -47,7 +47,7 @@ class Command(DatabaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        aliases = [options["database"]] if options["database"] else []
+        aliases = [] if options["database"] is None else [options["database"]]
         require_tables(*aliases or [router.db_for_write(OutboxMessage)])
         picture = status.read(*aliases)
         given_up = sum(
