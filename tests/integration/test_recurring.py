@@ -16,9 +16,10 @@ from django.core.management import call_command
 from django.db import connections, transaction
 from django.test import override_settings
 
-from django_txmsg import Destination, every
+from django_txmsg import Destination, every, tasks
 from django_txmsg.errors import ConfigurationError, InvalidMessage
 from django_txmsg.models import OutboxMessage, Schedule
+from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.scheduling.time_loop import keeping_time
 from django_txmsg.scheduling.timekeeper import AFTER_FAILURE, Timekeeper
 from django_txmsg.scheduling.timetable import forget, recurring
@@ -430,6 +431,35 @@ def test_schedule_thread_runs_until_stopped(command: str) -> None:
 
     ticks = stored()
     assert len(set(ticks)) == len(ticks)
+
+
+@committing
+def test_tasks_of_old_and_new_code_store_the_next_tick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Execute Celery's task in turns in two processes, whose code declares different
+    expressions."""
+    clock = Clock()
+    processes = [
+        (expression, PerProcess(lambda *using: Timekeeper(using, now=clock)))
+        for expression in ("* * * * *", "*/5 * * * *")
+    ]
+
+    def take_turns() -> None:
+        for expression, timekeeper in processes:
+            monkeypatch.setattr(tasks, "_TIMEKEEPER", timekeeper)
+            one = every(expression, "tests.tick", tz="UTC")
+            try:
+                tasks.relay_outbox()
+            finally:
+                forget(one.name)
+
+    with txmsg():
+        take_turns()
+        assert stored() == []
+        clock.now += 5 * MINUTE
+        take_turns()
+    assert stored() == at(5)
 
 
 @committing
