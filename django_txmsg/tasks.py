@@ -35,7 +35,7 @@ def _presence(using: str, service: str) -> Presence:
 
 
 _PRESENCE = PerProcess(_presence)
-# While old and new code run side by side, each must remember which expressions it knows.
+# It remembers the expressions that this process knows, while other code runs, too.
 _TIMEKEEPER = PerProcess(lambda *using: Timekeeper(using))
 
 

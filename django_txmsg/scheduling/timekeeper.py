@@ -10,20 +10,20 @@ from __future__ import annotations
 import datetime as dt
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 
-from django.db import DataError, IntegrityError, router, transaction
-from django.db import Error as AnyDatabaseError
+from django.db import OperationalError, connections, router, transaction
 from django.db.models import Q
 
 from .. import conf
 from ..errors import DuplicateMessage
 from ..models import Schedule
-from ..models.fields import clock
+from ..models.fields import clock, limit_waits
+from ..runtime import database_health
 from ..sending.outbox import send_message
 from . import timetable
-from .time_loop import TimeLoop
+from .time_loop import AFTER_REFUSAL, TimeLoop
 from .timetable import Recurring, recurring
 
 log = logging.getLogger("django_txmsg.timekeeper")
@@ -33,6 +33,8 @@ log = logging.getLogger("django_txmsg.timekeeper")
 LONGEST_WAIT = 60.0
 #: Seconds until the next check after a message could not be stored.
 AFTER_FAILURE = 10.0
+#: Seconds that a recurring message waits for its row, which a transaction has locked.
+LOCK_WAIT = 1.0
 #: Ticks that are caught up before other messages have their turn.
 AT_ONCE = 100
 #: If the last tick is further ahead, a clock was wrong when it was stored. A repeated
@@ -81,19 +83,35 @@ class Timekeeper(TimeLoop):
             return LONGEST_WAIT
         now = self._now(using)  # read after the rows: not before their ticks
         began = self._began.setdefault(using, now)
-        if missing := own.keys() - found.keys():
-            Schedule.objects.db_manager(using).begin(
-                Schedule(
-                    service=service,
-                    name=name,
-                    timing=str(own[name].cron),
-                    last_tick=now,
-                )
-                for name in missing
-            )
-            return 0.0
-        waits = [self._store_due(own[name], found[name], began, now) for name in own]
+        waits = [self._keep_one(own[name], found.get(name), began, now) for name in own]
         return max(0.0, min(LONGEST_WAIT, *waits))
+
+    def _keep_one(
+        self, one: Recurring, row: Schedule | None, began: dt.datetime, now: dt.datetime
+    ) -> float:
+        """Do what is due for one recurring message. Returns the seconds until the next
+        check. An error that concerns only this message does not delay the others."""
+        try:
+            if row is not None:
+                return self._store_due(one, row, began, now)
+            new = Schedule(
+                service=conf.get().SERVICE,
+                name=one.name,
+                timing=str(one.cron),
+                last_tick=now,
+            )
+            with _changing(one.alias):
+                Schedule.objects.db_manager(one.alias).begin([new])
+        except Exception as error:
+            if database_health.is_away(error):
+                raise
+            what = f"recurring message {one.name!r} could not be stored"
+            if isinstance(error, OperationalError):  # a locked row, say: it passes
+                database_health.report(f"{what}; it is tried again", error)
+                return AFTER_REFUSAL
+            log.exception("%s after %s; it is tried again", what, row and row.last_tick)
+            return AFTER_FAILURE
+        return 0.0
 
     def _store_due(
         self, one: Recurring, row: Schedule, began: dt.datetime, now: dt.datetime
@@ -110,7 +128,8 @@ class Timekeeper(TimeLoop):
                     one.name,
                     after.isoformat(),
                 )
-                rows.go_on(row, now, row.timing)
+                with _changing(one.alias):
+                    rows.go_on(row, now, row.timing)
                 return 0.0
             if row.timing != str(cron):
                 # The ticks of another expression are not missed. While old and new code
@@ -118,27 +137,15 @@ class Timekeeper(TimeLoop):
                 # ticks it misses from now on are caught up by the next process.
                 after = max(after, began)
                 if (one.alias, str(cron), one.name) not in self._known:
+                    with _changing(one.alias):
+                        rows.go_on(row, after, str(cron))
                     self._known.add((one.alias, str(cron), one.name))
-                    rows.go_on(row, after, str(cron))
                     return 0.0
             due = self._due(one, after, now)
             for number, tick in enumerate(islice(due, AT_ONCE + 1)):
                 if self._stop.is_set() or number == AT_ONCE:
                     return 0.0
-                try:
-                    stored = self._store(one, row, tick)
-                except Exception as error:
-                    own = isinstance(error, DataError | IntegrityError)
-                    if isinstance(error, AnyDatabaseError) and not own:
-                        raise
-                    log.exception(
-                        "recurring message %r could not be stored for %s; it is "
-                        "tried again",
-                        one.name,
-                        tick.isoformat(),
-                    )
-                    return AFTER_FAILURE
-                if not stored:
+                if not self._store(one, row, tick):
                     return 0.0  # another process was first: read again
                 row.last_tick = tick
                 row.moves += 1
@@ -166,9 +173,8 @@ class Timekeeper(TimeLoop):
         yield latest
 
     def _store(self, one: Recurring, row: Schedule, tick: dt.datetime) -> bool:
-        using = one.alias
-        rows = Schedule.objects.db_manager(using)
-        with transaction.atomic(using=using):
+        rows = Schedule.objects.db_manager(one.alias)
+        with _changing(one.alias):
             if not rows.advance(row, tick, str(one.cron)):
                 return False
             # Stored already only if the row was lost or set back.
@@ -183,3 +189,11 @@ class Timekeeper(TimeLoop):
                         *(one.name, tick.isoformat(), sent.id, one.unique),
                     )
         return True
+
+
+@contextmanager
+def _changing(using: str) -> Iterator[None]:
+    """Run the block in a transaction whose statements do not wait long for a lock."""
+    with transaction.atomic(using=using):
+        limit_waits(connections[using], LOCK_WAIT)
+        yield

@@ -24,6 +24,7 @@ from django_txmsg.monitoring import schedule
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.scheduling.timetable import forget
 from tests.admin.conftest import somebody  # noqa: F401 - a fixture
+from tests.faults import wait_until
 from tests.integration.test_recurring import MINUTE, NOON, Clock, at, stored
 from tests.running import committing, txmsg
 
@@ -116,6 +117,31 @@ def test_recurring_message_is_made_and_removed_by_its_transaction() -> None:
             work()
             raise KeyError
     assert Schedule.objects.get().name == "kept"
+
+
+@committing
+@pytest.mark.postgresql
+def test_a_locked_recurring_message_delays_no_other(
+    clock: Clock, timekeeper: Timekeeper
+) -> None:
+    make("a", body="a")
+    make("b", body="b")
+    clock.now += MINUTE
+
+    def tick() -> None:
+        try:
+            timekeeper.tick()
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=tick)
+    with transaction.atomic():
+        make_recurring("a", "* * * * *", "tests.made", "changed", tz="UTC")
+        thread.start()
+        wait_until(lambda: bodies() == ['"b"'], deadline=10)
+        thread.join(10)
+        assert not thread.is_alive()
+    assert bodies() == ['"b"']
 
 
 @committing
