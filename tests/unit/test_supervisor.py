@@ -20,3 +20,6 @@ def test_a_child_that_cannot_be_started_is_tried_again_later(
         supervisor._look(slot)
         assert f"/nowhere/python'; next try in {pause} s" in caplog.text
     assert not supervisor.ready
+    slot.failures, slot.start_at = 5_000, 0.0
+    supervisor._look(slot)
+    assert "next try in 30 s" in caplog.text

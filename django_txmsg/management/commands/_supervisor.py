@@ -222,7 +222,7 @@ class Supervisor:
         """Count a failure of the child. Return the seconds until its replacement is
         started."""
         slot.failures += 1
-        pause: float = min(MAX_PAUSE, FIRST_PAUSE * 2 ** (slot.failures - 1))
+        pause: float = min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(slot.failures - 1, 10))
         slot.start_at = time.monotonic() + pause
         return pause
 
