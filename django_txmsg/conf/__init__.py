@@ -258,6 +258,8 @@ def _recurring_problems(entry: Mapping[Any, Any], path: str) -> Iterator[Problem
         elif not _fits(value, _RECURRING[name]):
             yield Problem(where, f"cannot be {type(value).__name__}{_shown(value)}.")
             return
+        elif name == "EXPIRES" and value is not None:
+            yield from _number_problems(None, name, value, where)
     try:
         assert Cron(entry["EVERY"], entry.get("TZ") or "UTC")
         check_destination(entry["DESTINATION"])

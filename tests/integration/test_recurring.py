@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import math
 import threading
 import uuid
 from collections.abc import Iterator
@@ -538,6 +539,10 @@ def test_a_typed_destination_recurs() -> None:
         ({"EVERY": "* * * * *", "DESTINATION": "a", "BODI": 1}, 'mean "BODY"'),
         ({"EVERY": "* * * * *", "DESTINATION": "a", "MISSED": "no"}, "cannot be str"),
         ({"EVERY": 5, "DESTINATION": "a"}, "cannot be int"),
+        *(
+            ({"EVERY": "* * * * *", "DESTINATION": "a", "EXPIRES": seconds}, "at most")
+            for seconds in (1e300, math.nan)
+        ),
     ],
 )
 def test_check_reports_errors_in_the_schedule_setting(entry: Any, said: str) -> None:
