@@ -158,7 +158,7 @@ def find(using: str, **by: Any) -> models.QuerySet[Run]:
     """Return the runs of this service in the database `using`, filtered by the given
     fields."""
     runs: models.QuerySet[Run] = Run.objects.using(using)
-    return runs.filter(service=conf.get().SERVICE, **by)
+    return runs.filter(service__in=conf.get().services, **by)
 
 
 def _argument(step: Step, given: Given) -> tuple[Encoded, Any]:

@@ -44,7 +44,7 @@ class Deadlines(TimeLoop):
         """Store the time-outs that are due. Return the seconds until the next
         deadline."""
         known = {one.name: one for one in declarations() if one.using == using}
-        left = Run.objects.db_manager(using).next_due(conf.get().SERVICE, list(known))
+        left = Run.objects.db_manager(using).next_due(conf.get().services, list(known))
         if left is None:
             return LONGEST_WAIT
         if left > 0:
@@ -57,7 +57,7 @@ class Deadlines(TimeLoop):
     def _fire(self, using: str, known: dict[str, Declaration]) -> int:
         runs = Run.objects.db_manager(using)
         with transaction.atomic(using=using):
-            due = runs.claim_due(conf.get().SERVICE, list(known), AT_ONCE)
+            due = runs.claim_due(conf.get().services, list(known), AT_ONCE)
             for run in due:
                 declared = known[run.flow]
                 assert run.turn is not None  # by a constraint

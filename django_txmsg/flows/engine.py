@@ -127,7 +127,7 @@ def go_on(declared: Declaration, message: Message) -> None:
 def _signalled(declared: Declaration, message: Message) -> None:
     _, name, at, key = message.conversation[wire.TICKET].split(";", 3)
     runs = Run.objects.using(declared.using).filter(
-        service=conf.get().SERVICE, flow=declared.name, key=key
+        service__in=conf.get().services, flow=declared.name, key=key
     )
     taken = declared.signal(name)
     # A signal that overtakes the message of start() would take the place of that step.

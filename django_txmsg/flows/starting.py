@@ -263,7 +263,7 @@ class FlowView(View):
         assert self.flow is not None, "Write FlowView.as_view(flow=…)."
         declared = self.flow._declaration
         runs: models.QuerySet[Run] = Run.objects.using(declared.using).filter(
-            flow=declared.name, service=conf.get().SERVICE
+            flow=declared.name, service__in=conf.get().services
         )
         return runs
 

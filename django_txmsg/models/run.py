@@ -145,25 +145,29 @@ class RunManager(SqlManager):
                 cursor.execute(f"{insert} {table} WHERE id = %s", [*row, run.pk])
             return moved
 
-    def claim_due(self, service: str, flows: Collection[str], limit: int) -> list[Run]:
+    def claim_due(
+        self, services: Collection[str], flows: Collection[str], limit: int
+    ) -> list[Run]:
         """Return runs of these flows whose deadline has passed, and postpone each of
         these deadlines by a minute. The caller then continues the runs. Call this
         inside a transaction."""
         skips = connections[self.db].vendor == "postgresql"
         due = (
             self.select_for_update(skip_locked=skips)
-            .filter(service=service, flow__in=flows, due_at__lte=Now())
+            .filter(service__in=services, flow__in=flows, due_at__lte=Now())
             .order_by("due_at", "pk")[:limit]
         )
         runs = list(due)
         self.filter(pk__in=[run.pk for run in runs]).update(due_at=Later(60))
         return runs
 
-    def next_due(self, service: str, flows: Collection[str]) -> float | None:
+    def next_due(
+        self, services: Collection[str], flows: Collection[str]
+    ) -> float | None:
         """Return the seconds until the earliest deadline of these flows' runs. The
         value is 0 or less if the deadline has passed, and None if there is no
         deadline."""
-        rows = self.filter(service=service, flow__in=flows, due_at__isnull=False)
+        rows = self.filter(service__in=services, flow__in=flows, due_at__isnull=False)
         first = rows.order_by("due_at").values_list("due_at", Now()).first()
         return None if first is None else (first[0] - first[1]).total_seconds()
 

@@ -74,6 +74,9 @@ class Timekeeper(TimeLoop):
         """Store the messages of due ticks. Return the seconds until the next tick."""
         own = {one.name: one for one in recurring() if one.alias == using}
         service = conf.get().SERVICE
+        if conf.get().FORMER_SERVICES:
+            with _changing(using):
+                timetable.adopt(using)
         rows = Schedule.objects.using(using).filter(
             Q(name__in=own) | Q(made__isnull=False), service=service
         )

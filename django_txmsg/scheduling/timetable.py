@@ -272,7 +272,8 @@ def make_recurring(
         "headers": dict(headers or {}),
         "expires": None if expires is None else expires.total_seconds(),
     }
-    _rows().make(conf.get().SERVICE, name, given, str(one.cron))
+    rows = adopt(router.db_for_write(Schedule))
+    rows.make(conf.get().SERVICE, name, given, str(one.cron))
 
 
 def said_made(name: str, expression: str, destination: str) -> str:
@@ -283,11 +284,16 @@ def said_made(name: str, expression: str, destination: str) -> str:
 def remove_recurring(name: str) -> bool:
     """Remove a recurring message that was created at run time. Return False if no
     message has this name."""
-    return bool(_rows().unmake(conf.get().SERVICE, name))
+    rows = adopt(router.db_for_write(Schedule))
+    return bool(rows.unmake(conf.get().SERVICE, name))
 
 
-def _rows() -> Any:
-    return Schedule.objects.db_manager(router.db_for_write(Schedule))
+def adopt(using: str) -> Any:
+    """Continue under this service's name the messages that were made under its former
+    names. Returns the manager of the rows."""
+    rows = Schedule.objects.db_manager(using)
+    rows.adopt(conf.get().SERVICE, conf.get().FORMER_SERVICES)
+    return rows
 
 
 def read_made(rows: Iterable[Schedule]) -> dict[str, Recurring]:

@@ -26,7 +26,7 @@ from django_txmsg.models import (
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.testing import drain
 from tests.docs.pages import ROOT
-from tests.running import committing, ship
+from tests.running import committing, ship, txmsg
 from tests.running import step as take
 from tests.trips import Shop, begin, trips, waiting
 
@@ -121,6 +121,18 @@ def test_time_out_fires_the_deadline_of_a_run_that_has_none() -> None:
 
     assert json.loads(again(run).answer) == "TimedOut"
     assert Shop.did == ["book", "pay", "unpay", "unbook"]
+
+
+def test_run_of_a_former_service_name_times_out() -> None:
+    run = waiting()
+    Run.objects.update(service="before")
+
+    with txmsg(FORMER_SERVICES=("before",)):
+        command("time-out", run.run_id)
+        fire()
+        drain()
+
+    assert json.loads(again(run).answer) == "TimedOut"
 
 
 def test_answer_as_failed_gives_up_the_request_and_drops_its_late_answer() -> None:

@@ -222,6 +222,23 @@ def test_recurring_message_of_another_service_is_left_alone(
 
 
 @pytest.mark.django_db
+def test_recurring_message_of_a_former_service_name_goes_on(
+    clock: Clock, timekeeper: Timekeeper
+) -> None:
+    with txmsg(SERVICE="elsewhere"):
+        make()
+        make("both", body="former")
+        make("removed")
+    make("both", body="own")
+    with txmsg(FORMER_SERVICES=("elsewhere",)):
+        assert remove_recurring("removed")
+        clock.now += MINUTE
+        timekeeper.tick()
+    assert sorted(bodies()) == ['"own"', "null"]
+    assert remove_recurring("made")
+
+
+@pytest.mark.django_db
 @pytest.mark.parametrize(
     ("options", "error"),
     [
