@@ -92,7 +92,11 @@ class Recurring:
             raise ConfigurationError(
                 f'missed={self.missed!r} is neither "latest" nor "all".'
             )
-        assert self.cron
+        if len(str(self.cron)) > MAX_NAME_LENGTH:
+            raise ConfigurationError(
+                f"The expression {self.expression[:40]!r}… and its time zone have more "
+                f"than {MAX_NAME_LENGTH} characters."
+            )
 
     def check(self) -> None:
         """Raise ConfigurationError or InvalidMessage if this recurring message is

@@ -25,7 +25,7 @@ from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.scheduling.timetable import forget
 from tests.admin.conftest import somebody  # noqa: F401 - a fixture
 from tests.faults import wait_until
-from tests.integration.test_recurring import MINUTE, NOON, Clock, at, stored
+from tests.integration.test_recurring import LONG, MINUTE, NOON, Clock, at, stored
 from tests.running import committing, txmsg
 
 URL = "/admin/django_txmsg/schedule/"
@@ -243,6 +243,7 @@ def test_recurring_message_of_a_former_service_name_goes_on(
     ("options", "error"),
     [
         ({"expression": "often"}, ConfigurationError),
+        ({"expression": LONG}, ConfigurationError),
         ({"name": "x" * 256}, ConfigurationError),
         ({"name": ""}, ConfigurationError),
         ({"missed": "some"}, ConfigurationError),

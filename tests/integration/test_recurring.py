@@ -499,6 +499,10 @@ def test_two_recurring_messages_of_one_name_are_refused() -> None:
         forget("tests.once")
 
 
+#: A valid expression that is longer than its column.
+LONG = ",".join(["0"] * 128) + " * * * *"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -506,6 +510,7 @@ def test_two_recurring_messages_of_one_name_are_refused() -> None:
         ({"tz": "Europe/Bärlin"}, ConfigurationError),
         ({"missed": "some"}, ConfigurationError),
         ({"name": "x" * 256}, ConfigurationError),
+        ({"expression": LONG}, ConfigurationError),
         ({"destination": "no such place"}, InvalidMessage),
     ],
 )
