@@ -276,6 +276,8 @@ def make_recurring(
         "headers": dict(headers or {}),
         "expires": None if expires is None else expires.total_seconds(),
     }
+    if "\\u0000" in json.dumps([name, given]).replace("\\\\", ""):
+        raise InvalidMessage(f"{name!r} contains a NUL, which PostgreSQL cannot store.")
     rows = adopt(router.db_for_write(Schedule))
     rows.make(conf.get().SERVICE, name, given, str(one.cron))
 

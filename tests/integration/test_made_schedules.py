@@ -244,6 +244,7 @@ def test_recurring_message_of_a_former_service_name_goes_on(
     [
         ({"expression": "often"}, ConfigurationError),
         ({"expression": LONG}, ConfigurationError),
+        ({"body": {"a": "\0"}}, InvalidMessage),
         ({"name": "x" * 256}, ConfigurationError),
         ({"name": ""}, ConfigurationError),
         ({"missed": "some"}, ConfigurationError),
