@@ -197,7 +197,8 @@ class JobSpec:
     """All stages of the services that declare theirs here."""
     external: tuple[str, ...] = ()
     external_senders: tuple[str, ...] = ()
-    """Patterns of what keeps no log: destinations, or `broker:ALIAS`, and senders."""
+    """Patterns of what keeps no log: destinations, SERVICE/STAGE or `broker:ALIAS`, and
+    senders."""
     late_after: Mapping[str, float] = field(default_factory=dict)
     """Seconds by a pattern of destinations; `*` is for all others."""
     stuck_after: float | None = None

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from django_txmsg import send_message
+from django_txmsg.envelope.message import Message
+from django_txmsg.management.commands.pipeline import job_spec
+from django_txmsg.models import InboxMessage
 from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
@@ -17,7 +21,9 @@ from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from django_txmsg.spark.transforms.journeys import SENT
+from tests.running import IMPATIENT, declared, send, step
 from tests.spark.archives import archive, delta_rows
+from tests.spark.conftest import committing
 from tests.spark.log import Log
 from tests.spark.running import outcome, run
 
@@ -257,6 +263,43 @@ def test_no_verdict_where_the_senders_outbox_is_pruned(spark, make_log) -> None:
 
         assert facts["counts"] == {"dead": 1, "unknown_sender": 1}
         assert facts["not_judged"] == 1
+
+
+@committing
+def test_stages_without_inbox_rows_lose_nothing(spark, settings) -> None:
+    """Stages of two modes record only redeliveries. The topic's stage fails at the
+    first and at the last of three messages."""
+    settings.TXMSG = IMPATIENT
+    topic, turns = "topic:orders.placed", [ValueError(), None, None, ValueError(), None]
+
+    def forward(message: Message) -> None:
+        send_message("orders.next", message.body)
+
+    def note(message: Message) -> None:
+        if (error := turns.pop(0)) is not None:
+            raise error
+
+    with (
+        declared(forward, "orders.place", transaction="broker_only") as first,
+        declared(note, topic, name="note", transaction="best_effort_1pc") as listener,
+        declared(lambda _: None, "orders.next") as last,
+    ):
+        step(listener)
+        send("orders.place", {})
+        step(first)
+        step(last)
+        for _ in range(3):
+            send(topic, {})
+            step(listener, times=2)
+        assert turns == []
+        assert InboxMessage.objects.filter(processed_at=None).count() == 0
+
+        facts = run(job_spec("default"), *JUDGE)
+
+    assert facts["destinations"] == {
+        "orders.place": {"external": 1}, "orders.next": {"external": 1},
+        topic: {"ok": 2, "external": 1},
+    }  # fmt: skip
 
 
 def test_while_logs_are_compared_no_transaction_is_open(

@@ -104,6 +104,11 @@ class Command(BaseCommand):
         return "\n".join(lines)
 
 
+#: Stages of these modes record only redeliveries in the inbox, and send messages that
+#: the outbox does not contain.
+_UNLOGGED = ("best_effort_1pc", "broker_only")
+
+
 def job_spec(alias: str) -> JobSpec:
     """Build the job specification from Django's settings and TXMSG.
 
@@ -113,6 +118,8 @@ def job_spec(alias: str) -> JobSpec:
     txmsg = conf.get()
     retention, given, pipeline = txmsg.RETENTION, txmsg.LAKE, txmsg.PIPELINE
     source, lake = source_spec(alias, txmsg.SERVICE), None
+    declared = stages.all_stages()
+    unlogged = [one for one in declared if one.transaction in _UNLOGGED]
     if given is not None:
         lake = LakeSpec(given.URI, given.KEEP_BODIES, given.STORAGE_OPTIONS)
         if given.READER and alias == DEFAULT_DB_ALIAS:
@@ -138,10 +145,20 @@ def job_spec(alias: str) -> JobSpec:
         },
         subscriptions=tuple(
             Subscription(one.destination, txmsg.SERVICE, one.name)
-            for one in stages.all_stages()
+            for one in declared
+            if one not in unlogged
         ),
-        external=pipeline.EXTERNAL,
-        external_senders=pipeline.EXTERNAL_SENDERS,
+        external=(
+            *pipeline.EXTERNAL,
+            *(
+                f"{txmsg.SERVICE}/{one.name}" if one.subscriber else one.destination
+                for one in unlogged
+            ),
+        ),
+        external_senders=(
+            *pipeline.EXTERNAL_SENDERS,
+            *((txmsg.SERVICE,) if unlogged else ()),
+        ),
         late_after=pipeline.LATE_AFTER,
         stuck_after=pipeline.STUCK_AFTER,
         task_brokers=tuple(

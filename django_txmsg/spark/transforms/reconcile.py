@@ -83,8 +83,8 @@ class Judgement:
     stuck_before: dt.datetime | None = None
     """What was due before it should have left, or been processed."""
     external: Sequence[str] = ()
-    """Patterns of destinations which something consumes that keeps no log of ours, or
-    of brokers, as `broker:PATTERN`."""
+    """Patterns of destinations which something consumes that keeps no log of ours, of
+    listeners of topics, or of brokers, as `broker:PATTERN`."""
     external_senders: Sequence[str] = ()
     """Patterns of senders that keep no log of ours."""
     task_brokers: Sequence[tuple[str, str]] = ()
@@ -344,6 +344,7 @@ def _verdict(by: Judgement) -> Column:
     names = [one for one in by.external if not one.startswith(BROKER)]
     elsewhere = (
         fits(sf.col("destination"), names)
+        | fits(sf.col("consumer"), names)
         | fits(sf.col("broker"), brokers)
         | _is_a_task(by)
     )
