@@ -290,6 +290,7 @@ def stage(
         if undoes is not None:
             work = undoing.if_done(
                 work,
+                str(undoes),
                 lambda: consumers(str(undoes), broker),
                 lambda: declared.definition.using,
             )

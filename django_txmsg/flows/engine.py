@@ -162,7 +162,7 @@ def _cancelled(declared: Declaration, message: Message) -> None:
     runs = Run.objects.db_manager(declared.using)
     if not runs.filter(run_id=undone.request_id).exists():
         # Not started yet, so it only waits for its first message, which may never come.
-        was_done(undone, declared.name, declared.using)
+        was_done(undone, declared.name, declared.name, declared.using)
     run = runs.locked(undone.request_id)
     why = message.body.read(codecs.reader(Cancelled))
     handed_over = run is not None and run.outcome == Outcome.HANDED_OVER

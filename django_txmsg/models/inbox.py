@@ -491,10 +491,11 @@ class InboxManager(SqlManager):
             parameters,
         )
 
-    def revoke(self, stage: str, message_id: uuid.UUID) -> bool:
+    def revoke(self, stage: str, message_id: uuid.UUID, destination: str = "") -> bool:
         """Revoke a message, so that the stage never processes it. The message may be
-        parked or dead, or may not have arrived yet. If a worker is processing the
-        message, this call waits until the worker has finished.
+        parked or dead, or may not have arrived yet: then `destination` is where it was
+        sent. If a worker is processing the message, this call waits until the worker
+        has finished.
 
         If the message has already been processed, change nothing and return False.
         """
@@ -508,7 +509,7 @@ class InboxManager(SqlManager):
                 (stage, message_id, destination, correlation_id, service,
                  deliveries, attempts, first_received_at, last_received_at,
                  dead_at, revoked_at, last_error)
-            VALUES (%s, %s, '', '', '', 0, 0, {now}, {now}, {now}, {now}, %s)
+            VALUES (%s, %s, %s, '', '', 0, 0, {now}, {now}, {now}, {now}, %s)
             ON CONFLICT (message_id, stage) DO UPDATE SET
                 dead_at = {done.format(f"COALESCE(i.dead_at, {now})", "NULL")},
                 revoked_at = {done.format(now, "NULL")},
@@ -519,6 +520,7 @@ class InboxManager(SqlManager):
             [
                 stage,
                 prepared(self.model, "message_id", message_id, connection),
+                destination,
                 REVOKED,
             ],
         )

@@ -28,13 +28,16 @@ GONE_ON = "revoked: its flow has gone on"
 
 
 def if_done(
-    handler: Handler, stages: Callable[[], Iterable[str]], using: Callable[[], str]
+    handler: Handler,
+    destination: str,
+    stages: Callable[[], Iterable[str]],
+    using: Callable[[], str],
 ) -> Handler:
-    """Return a handler for undos. An undo reverses an earlier request. The new handler
-    calls `handler` only if one of `stages` has processed that request. Otherwise the
-    new handler revokes the request: no stage ever processes the request, so there is
-    nothing to reverse. All this happens in the undo's transaction, on the database
-    whose alias `using()` returns."""
+    """Return a handler for undos. An undo reverses an earlier request to `destination`.
+    The new handler calls `handler` only if one of `stages` has processed that request.
+    Otherwise the new handler revokes the request: no stage ever processes the request,
+    so there is nothing to reverse. All this happens in the undo's transaction, on the
+    database whose alias `using()` returns."""
 
     @functools.wraps(handler)
     def undo(message: Message) -> Any:
@@ -52,15 +55,15 @@ def if_done(
                 f"no stage here consumes what request {undone.request_id} was sent to",
             )
         # Each of them: a topic's request may have been done by one and not by another.
-        done = [was_done(undone, stage, using()) for stage in consumers]
+        done = [was_done(undone, stage, destination, using()) for stage in consumers]
         return handler(message) if any(done) else None
 
     return undo
 
 
-def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
-    """Return whether a stage has processed a request. If not, revoke the request, so
-    that the stage never processes it.
+def was_done(undone: wire.Undone, stage: str, destination: str, using: str) -> bool:
+    """Return whether a stage has processed a request to `destination`. If not, revoke
+    the request, so that the stage never processes it.
 
     Raises DecodeError if the inbox may have deleted its record of the request. An
     operator must decide then.
@@ -78,7 +81,7 @@ def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
             f"{stage!r} remembers: it is unknown whether it was done",
         )
     copies = _copies(undone, stage, using)
-    revoked = [inbox.revoke(stage, one) for one in copies]
+    revoked = [inbox.revoke(stage, one, destination) for one in copies]
     return not all(revoked)
 
 

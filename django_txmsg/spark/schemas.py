@@ -210,7 +210,8 @@ INBOX = Table(
         "created_at instant null, deliveries int, attempts int, "
         "first_received_at instant, last_received_at instant, "
         "started_at instant null, processed_at instant null, dead_at instant null, "
-        "last_error text, created_xid xid null, changed_xid xid null",
+        "revoked_at instant null, last_error text, created_xid xid null, "
+        "changed_xid xid null",
     ),
     settled=inbox.SETTLED,
     outcome=(("processed", "processed_at"), ("dead", "dead_at"), ("killed", "")),

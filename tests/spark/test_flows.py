@@ -172,6 +172,13 @@ def test_healthy_runs_have_no_verdict(spark: Any, spec: JobSpec, archived: str) 
     waiting("A-3")
     answered("A-4")
     failed("A-5")
+    # The undo overtakes its request, which waits in the queue.
+    overtaken = begin("A-6")
+    drain("acts.trip")
+    with transaction.atomic():
+        cancel(overtaken, "sold out")
+    drain("acts.trip", "acts.trip.steps", "acts.unbook")
+    assert QueueMessage.objects.get().queue == "acts.book"
     if archived == "all":
         archive(spec)
 

@@ -110,6 +110,8 @@ def test_every_verdict_is_reached(spark) -> None:
         ("a", "dead-here", q, at(0), None, None, at(2)),
         ("a", "taken-back", q, at(0), None, None, at(2), at(2)),
         ("a", "parked", q, at(0), None, at(1), None),
+        ("a", "revoked", q, at(0), at(9), at(1), None),
+        ("a", "gone-by", q, at(0), at(4), at(1), None),
         ("a", "fan", topic, at(0), None, at(1), None),
         ("a", "before", topic, at(-60), None, at(-59), None),
         ("a", "nobody", "topic:silent", at(0), None, at(1), None),
@@ -128,7 +130,13 @@ def test_every_verdict_is_reached(spark) -> None:
         row("parked", p=None),
         row("fan", d=topic, stage="one"),
         row("stranger"),
-    )  # fmt: skip
+    ).unionByName(received(
+        spark,
+        row("revoked", p=None, x=at(5)), row("gone-by", p=None, x=at(5)),
+        # Revoked before it arrived, by an early release.
+        row("unseen", d="", p=None, x=at(5)),
+        revoked_at=at(5),
+    ))  # fmt: skip
     listeners = expected(spark, (topic, "b/one", at(-1)), (topic, "b/two", at(-1)))
 
     verdicts = reconcile(
@@ -151,6 +159,8 @@ def test_every_verdict_is_reached(spark) -> None:
                 ("dead-here", None, "dead"),
                 ("taken-back", None, "cancelled"),
                 ("parked", "b/s", "in_flight"),
+                ("revoked", "b/s", "cancelled"),
+                ("gone-by", "b/s", "expired"),
                 ("fan", "b/one", "ok"),
                 ("fan", "b/two", "never_received"),
                 ("stranger", "b/s", "unknown_sender"),

@@ -29,7 +29,7 @@ RECEIVED = struct_of(
     "service string, stage string, message_id string, destination string, "
     "sender string, created_at timestamp, first_received_at timestamp, "
     "due_at timestamp, waits_for string, processed_at timestamp, dead_at timestamp, "
-    "deliveries integer, attempts integer"
+    "revoked_at timestamp, deliveries integer, attempts integer"
 )
 
 #: What `letters` must have: dead letters of all services.
@@ -50,7 +50,7 @@ RESOLUTIONS = {
 _FIRST = ("begun_at", "stored_at", "copied_at", "due_at", "told_at", "received_at",
           "processed_at", "sender", "consumer", "broker", "told_by")  # fmt: skip
 _LAST = ("sent_again_at", "due_again_at", "dispatched_at", "died_at", "expires_at",
-         "buried_at", "tried_at", *RESOLUTIONS.values(),
+         "buried_at", "revoked_at", "tried_at", *RESOLUTIONS.values(),
          "other_consumer")  # fmt: skip
 _COUNTS = ("stored", "died", "cancelled", "expire", "times_processed", "deliveries",
            "tries")  # fmt: skip
@@ -130,7 +130,9 @@ def due_at() -> Column:
 def arrivals(received: DataFrame) -> DataFrame:
     """Return JOURNEY rows: one step for each inbox row in `received`. A message has two
     such steps at one consumer if its first inbox row was deleted before the message
-    arrived again."""
+    arrived again. Rows without a destination are left out: their message was revoked
+    before it arrived."""
+    received = received.where("destination <> ''")
     consumer = sf.concat_ws("/", "service", "stage")
     # A message that waits for another one has no due time of its own.
     due = sf.when(sf.col("waits_for").isNull(), sf.col("due_at"))
@@ -146,6 +148,7 @@ def arrivals(received: DataFrame) -> DataFrame:
         tried_at=sf.greatest(sf.col("first_received_at"), due),
         processed_at=sf.col("processed_at"),
         buried_at=sf.col("dead_at"),
+        revoked_at=sf.col("revoked_at"),
         times_processed=_one(sf.col("processed_at")),
         deliveries=sf.coalesce("deliveries", sf.lit(0)),
         tries=sf.coalesce("attempts", sf.lit(0)),
