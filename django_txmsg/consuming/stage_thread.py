@@ -223,7 +223,7 @@ class StageThread:
                 self._stopping.wait(0.2)
             elif not self._mode.transacted and not database_health.usable(self.using):
                 database_health.wait(self.using, self._stopping)
-            elif self._subscription.session is None and self._subscription.pause:
+            elif self._subscription.waits:
                 self._work_parked_without_broker()
                 self._stopping.wait(min(self._subscription.pause, 0.5))
             else:
@@ -280,6 +280,9 @@ class StageThread:
         session = self._open()
         if session is None:
             return
+        if self._subscription.held:
+            self._work(session, self._subscription.held)
+            return
         admitted = self.room is None or self.room.admits()
         at_once = admitted and not self._parking.comes_first()
         first = session.receive(0) if at_once else None
@@ -321,14 +324,18 @@ class StageThread:
 
     def _work(self, session: Session, deliveries: Sequence[Delivery]) -> None:
         arrivals_ = [self._arrival(session, delivery) for delivery in deliveries]
-        outcomes = self._decided(arrivals_)
+        try:
+            outcomes = self._decided(arrivals_)
+        except DestinationUnavailable:
+            self._subscription.held = deliveries
+            raise
+        self._subscription.held = []
         if outcomes is None:
             self._close()  # stopping: the deliveries go back unprocessed
             return
         settled = to_acknowledge(deliveries, outcomes)
         if settled:
             session.ack(settled)
-        self._subscription.turned_away.worked()
         for delivery, outcome in zip(deliveries, outcomes, strict=True):
             self._note(outcome)
             if self.room is not None:
@@ -351,6 +358,7 @@ class StageThread:
                 refused = error
             else:
                 self._undecided.worked()
+                self._subscription.turned_away.worked()
                 return outcomes
             finally:
                 self.busy_since = None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 from .. import conf
 from ..brokers import get_broker
-from ..brokers.base import Broker, Session
+from ..brokers.base import Broker, Delivery, Session
 from ..envelope.broker_url import split_url
 from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..runtime.breaker import AFTER_REFUSAL, SUBSCRIPTION, Breaker
@@ -44,6 +45,8 @@ class Subscription:
         self.turned_away = of_stage(kind="the sending of stage")
         self._prefetch = conf.get().CONSUME.PREFETCH
         self.session: Session | None = None
+        #: Deliveries of the session that the stage must process again.
+        self.held: Sequence[Delivery] = []
         #: The database in which the broker stores its messages, if it does.
         self.stored_in: str | None = None
         self._since = 0.0
@@ -58,6 +61,12 @@ class Subscription:
         """Seconds until the broker may be tried again."""
         breakers = (self._breaker, self.refused, self.turned_away)
         return max(one.remaining for one in breakers)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the stage must wait before it uses the broker again."""
+        broken = self.session is None and self.pause > 0
+        return broken or self.turned_away.remaining > 0
 
     def open(self) -> Session | None:
         """Return the session; open it if necessary. Returns None while the broker is
@@ -110,6 +119,7 @@ class Subscription:
     def close(self) -> None:
         """Close the session. The broker then delivers all unacknowledged messages
         again."""
+        self.held = []
         if self.session is not None:
             session, self.session = self.session, None
             session.close()
@@ -120,10 +130,15 @@ class Subscription:
         self._breaker.failed(error)
 
     def cannot_send(self, error: DestinationUnavailable) -> None:
-        """Close the session and pause, because the stage has sent to a destination that
-        accepts no messages at present."""
-        self.close()
+        """Pause, because the stage has sent to a destination that accepts no messages
+        at present. If the session's connection has ended, close the session. Otherwise
+        keep its deliveries: some brokers limit the number of redeliveries."""
         self.turned_away.failed(error)
+        try:
+            if self.session is not None:
+                self.session.ping()
+        except BrokerUnavailable:
+            self.close()
 
     def rest(self) -> None:
         """End the outages of this stage and of its broker in which no error has

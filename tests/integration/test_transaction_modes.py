@@ -17,15 +17,32 @@ from django.db import connections, transaction
 from django_txmsg import Refuse, outbox_session, signals, wire
 from django_txmsg.brokers.base import Delivery
 from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.consuming.consumer import wake_for_parked
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.stage_options import TRANSACTION_MODES, TransactionMode
-from django_txmsg.errors import BrokerUnavailable, DispatchUnknown, InvalidMessage
+from django_txmsg.errors import (
+    BrokerUnavailable,
+    DestinationUnavailable,
+    DispatchUnknown,
+    InvalidMessage,
+)
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.fields import clock
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect, Order
-from tests.running import Script, committing, declared, put, send, ship, step, txmsg
+from tests.faults import wait_until
+from tests.running import (
+    Script,
+    committing,
+    declared,
+    put,
+    send,
+    ship,
+    step,
+    thread_of,
+    txmsg,
+)
 
 pytestmark = committing
 
@@ -221,6 +238,44 @@ def test_only_a_commit_on_which_the_broker_hangs_up_counts_as_an_attempt(
     if not hung_up:
         row = InboxMessage.objects.get()
         assert (row.attempts, len(script.attempts)) == (1 + parked, 9 + parked)
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_stage_that_cannot_send_keeps_its_delivery_and_recovers(
+    parked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal is the same for a parked message, and ends when the message is
+    processed."""
+
+    def commit(session: DatabaseSession, acks: list[Delivery]) -> None:
+        raise DestinationUnavailable("full")
+
+    script = Script(ValueError() if parked else None)
+    with declared(script, transaction="broker_only") as stage:
+        thread = thread_of(stage)
+        send(stage.destination)
+        if parked:
+            thread._step()
+        session = thread._open()
+        with monkeypatch.context() as patch:
+            patch.setattr(DatabaseSession, "commit", commit)
+            wake_for_parked([thread])
+            thread._turn()
+        assert isinstance(thread.refusal, DestinationUnavailable)
+        handled, tries = thread.handled, len(script.attempts)
+        thread._turn()
+        assert len(script.attempts) == tries, "it waits"
+
+        def processed() -> bool:
+            wake_for_parked([thread])
+            thread._turn()
+            return thread.handled > handled
+
+        wait_until(processed)
+        assert thread.refusal is None
+        assert thread._open() is session
+        assert QueueMessage.objects.using("other").filter(queue="tests.next").exists()
+        thread._close()
 
 
 def client_decides_ids(message: Message) -> None:
