@@ -13,7 +13,7 @@ from django.db import transaction
 from django.db.models import QuerySet
 
 from .. import conf
-from ..dead_letters import bulk
+from ..dead_letters import bulk, selection
 from ..dead_letters.resolution import Tally
 from ..errors import TxmsgError
 from ..flows import acts
@@ -31,13 +31,16 @@ from ..runtime.liveness import RARELY, Activity
 
 def matching(filters: Mapping[str, Any], using: str) -> QuerySet[Run]:
     """Return the runs that a filter selects: the waiting runs of one flow at one step.
-    A run that waits for its first step cannot go back, and is omitted."""
+    With the key "before", only the runs that have waited there since an earlier time
+    are selected. A run that waits for its first step cannot go back, and is omitted."""
     runs = Run.objects.using(using).filter(
         Holds(flows.WAITING),
         service=filters["service"],
         flow=filters["flow"],
         step=filters["step"],
     )
+    if "before" in filters:
+        runs = runs.filter(since__lt=selection.instant(filters["before"]))
     return runs.exclude(waits_for=WaitsFor.START)
 
 

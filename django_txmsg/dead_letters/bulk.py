@@ -176,8 +176,7 @@ def start(
     letters = _matching(kind, filters, using)
     if shown is not None:
         letters = shown.insist(letters)
-        if kind not in _PROVIDED:
-            filters["before"] = shown.before(filters)
+        filters["before"] = shown.before(filters)
     with transaction.atomic(using=using), connections[using].cursor() as cursor:
         sql, values = dead_letters.bulk_operation(
             connections[using].vendor,
@@ -357,10 +356,10 @@ def _next(operation: BulkOperation, using: str) -> list[Any]:
     size = operation.batch_size
     if operation.rate is not None:
         size = max(1, min(size, int(operation.rate)))
-    letters = _matching(operation.kind, operation.filter, using).filter(
-        pk__gt=operation.cursor,
-        pk__lte=operation.up_to,
-        created_at__lte=operation.created_at,
+    letters = _matching(operation.kind, operation.filter, using)
+    asked = {f"{selection.since(letters)}__lte": operation.created_at}
+    letters = letters.filter(
+        pk__gt=operation.cursor, pk__lte=operation.up_to, **asked
     )
     if connections[using].vendor == "postgresql":
         # No SKIP LOCKED here: the cursor would pass a message that is locked for a

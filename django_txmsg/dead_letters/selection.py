@@ -18,7 +18,7 @@ from django.db.models.lookups import Exact
 
 from .. import conf, wire
 from ..errors import TxmsgError
-from ..models import DeadLetter
+from ..models import DeadLetter, Run
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
 from ..models.fields import Holds, MessageKey, OneOf, clock
@@ -72,9 +72,9 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
         if name in filters:
             letters = letters.filter(**{name: filters[name]})
     if "since" in filters:
-        letters = letters.filter(created_at__gte=_instant(filters["since"]))
+        letters = letters.filter(created_at__gte=instant(filters["since"]))
     if "before" in filters:
-        letters = letters.filter(created_at__lt=_instant(filters["before"]))
+        letters = letters.filter(created_at__lt=instant(filters["before"]))
     if "older" in filters:
         letters = letters.filter(pk__lt=min(int(filters["older"]), 2**63 - 1))
     if filters.get("again"):
@@ -145,7 +145,8 @@ class Shown:
     def of(cls, rows: QuerySet[Any]) -> Shown:
         """Return what a page shows now for these rows."""
         now = clock(rows.db)
-        found = rows.filter(created_at__lt=now).aggregate(n=Count("pk"), last=Max("pk"))
+        found = rows.filter(**{f"{since(rows)}__lt": now})
+        found = found.aggregate(n=Count("pk"), last=Max("pk"))
         return cls(found["n"], found["last"] or 0, now.isoformat())
 
     @classmethod
@@ -156,7 +157,7 @@ class Shown:
         up_to, _, as_of = rest.partition(".")
         try:
             shown = cls(int(count), int(up_to), as_of)
-            _instant(as_of)
+            instant(as_of)
         except ValueError:
             raise TxmsgError(f"Not a token of --dry-run: {token!r}.") from None
         return shown
@@ -165,15 +166,16 @@ class Shown:
         return f"{self.count}.{self.up_to}.{self.as_of}"
 
     def before(self, filters: Mapping[str, Any]) -> str:
-        """Return a value for the filter `before`, so that the filter selects no dead
-        letter that is newer than the page. The value is the earlier of two times: the
+        """Return a value for the filter `before`, so that the filter selects no row
+        that began to match after the page. The value is the earlier of two times: the
         time of the page, and the value of `before` in `filters`, if any."""
         given = filters.get("before", self.as_of)
-        return min((self.as_of, str(given)), key=_instant)
+        return min((self.as_of, str(given)), key=instant)
 
     def bound(self, rows: QuerySet[Any]) -> QuerySet[Any]:
         """Return those of `rows` that the page showed to the operator."""
-        return rows.filter(pk__lte=self.up_to, created_at__lt=_instant(self.as_of))
+        before = {f"{since(rows)}__lt": instant(self.as_of)}
+        return rows.filter(pk__lte=self.up_to, **before)
 
     def insist(self, rows: QuerySet[Any]) -> QuerySet[Any]:
         """Return the shown rows. Raises Changed unless all of them still match."""
@@ -217,7 +219,14 @@ def summary(letters: QuerySet[DeadLetter]) -> Summary:
     return found
 
 
-def _instant(value: Any) -> dt.datetime:
+def since(rows: QuerySet[Any]) -> str:
+    """Return the column with the time since which a row may match: since when a run has
+    waited at its step, or when a dead letter was buried."""
+    return "since" if rows.model is Run else "created_at"
+
+
+def instant(value: Any) -> dt.datetime:
+    """Return the time in a filter. Raises TxmsgError if it is not a time."""
     if isinstance(value, str):
         with suppress(ValueError):
             value = wire.parse_instant(value)

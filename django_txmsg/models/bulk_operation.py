@@ -68,8 +68,8 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
 class BulkOperation(models.Model):
     """An action on all dead letters, or on all runs, that match a filter.
 
-    Dead letters and runs that were added after the request are excluded: their ids are
-    higher than `up_to`.
+    What matches only since after the request is excluded: dead letters that were buried
+    later, and runs that reached the step later.
     """
 
     id = models.BigAutoField(primary_key=True)

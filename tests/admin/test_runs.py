@@ -334,6 +334,38 @@ def test_runs_that_went_on_since_the_page_was_opened_are_not_sent_back(
     assert not BulkOperation.objects.exists()
 
 
+def test_a_run_that_reaches_the_step_after_the_page_is_not_sent_back(
+    operator: Client,
+) -> None:
+    late, shown = waiting("A-1"), waiting("A-2")
+    act(operator, late, "go-back", to="booked")
+    token = shown_by(back(operator, QUERY))
+    back(operator, **WHICH, to="booked", shown=token, rate="5")
+
+    drain()
+    done = bulk.finish(BulkOperation.objects.get())
+
+    assert (done.total, done.done) == (1, 1)
+    late.refresh_from_db()
+    shown.refresh_from_db()
+    assert (late.step, late.failing, shown.failing) == ("approved", False, True)
+
+
+def test_as_many_other_runs_at_the_step_ask_for_confirmation_again(
+    operator: Client,
+) -> None:
+    other, shown = waiting("A-1"), waiting("A-2")
+    act(operator, other, "go-back", to="booked")
+    token = shown_by(back(operator, QUERY))
+    act(operator, shown, "cancel")
+    drain()
+
+    page = back(operator, **WHICH, to="booked", shown=token)
+
+    assert ": 1 of the 1 that you were shown have changed since" in page
+    assert not BulkOperation.objects.exists()
+
+
 def test_going_back_in_bulk_needs_the_permission(
     somebody: Callable[..., Client],
 ) -> None:
