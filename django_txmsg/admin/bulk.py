@@ -47,18 +47,19 @@ _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restore
 
 
 def filter_text(filters: dict[str, Any]) -> str:
-    """Return a filter as text for people."""
-    if not filters:
-        return "all"
+    """Return a filter as text for people, without the service that is stored with
+    it."""
     parts = []
     for name, value in filters.items():
+        if name == "service":
+            continue
         if name == "ids":
             parts.append(f"{len(value)} selected")
         elif name == "again":
             parts.append("failed again")
         else:
             parts.append(f"{name} {value or '(relay)'}")
-    return ", ".join(parts)
+    return ", ".join(parts) or "all"
 
 
 @admin.register(BulkOperation)
@@ -94,6 +95,7 @@ class BulkAdmin(RowPageAdmin):
         seconds = max((ended - operation.created_at).total_seconds(), 0.001)
         rate = handled / seconds
         left = max(operation.total - handled, 0)
+        service = operation.filter.get("service", "")
         context = {
             **self.page_context(
                 request, f"{operation.get_kind_display().capitalize()} in bulk"
@@ -111,8 +113,9 @@ class BulkAdmin(RowPageAdmin):
             "opens": request.user.has_perm(
                 f"django_txmsg.view_{operation.noun.replace(' ', '')}"
             ),
+            "service": service,
             "idle": operation.state == BulkState.RUNNING
-            and not attendance.read_living(using, clock(using)).consumed,
+            and not attendance.read_living(using, clock(using)).consumes(service),
             "skipped_why": sorted(operation.skipped_why.items()),
         }
         return render(request, "admin/django_txmsg/bulk.html", context)

@@ -115,8 +115,7 @@ _PROVIDED: dict[str, tuple[Matching, Do]] = {}
 
 def provide(kind: BulkKind, matching: Matching, do: Do) -> None:
     """Register the functions for operations of a kind. `matching` selects the rows by a
-    filter. `do` handles a batch of rows in the batch's transaction. The key "service"
-    of the filter names the service whose processes execute the operation."""
+    filter. `do` handles a batch of rows in the batch's transaction."""
     _PROVIDED[kind] = matching, do
 
 
@@ -127,11 +126,13 @@ def _matching(kind: str, filters: Mapping[str, Any], using: str) -> QuerySet[Any
 
 
 def _ours(using: str) -> QuerySet[BulkOperation]:
-    """Return the running operations that processes of this service execute."""
-    about_letters = ~Q(kind=BulkKind.GO_BACK)
-    own = Q(filter__service=conf.get().SERVICE)
+    """Return the running operations that processes of this service execute: those that
+    the service has requested. Only its own processes have its brokers and stages. An
+    operation of an earlier release names no service, and any service executes it."""
+    own = Q(filter__service__in=conf.get().services)
+    earlier = Q(filter__service__isnull=True)
     running = BulkOperation.objects.using(using).filter(state=BulkState.RUNNING)
-    return running.filter(about_letters | own)
+    return running.filter(own | earlier)
 
 
 #: Seconds that a batch waits for a message that a worker holds, before it is tried
@@ -182,6 +183,7 @@ def start(
             connections[using].vendor,
             kind=kind.value,
             filters=filters,
+            service=conf.get().SERVICE,
             total=letters.count(),
             up_to=letters.aggregate(last=Max("pk"))["last"] or 0,
             by=by,
@@ -356,7 +358,10 @@ def _next(operation: BulkOperation, using: str) -> list[Any]:
     size = operation.batch_size
     if operation.rate is not None:
         size = max(1, min(size, int(operation.rate)))
-    letters = _matching(operation.kind, operation.filter, using)
+    filters = operation.filter
+    if operation.kind not in _PROVIDED:
+        filters = {name: filters[name] for name in filters.keys() - {"service"}}
+    letters = _matching(operation.kind, filters, using)
     asked = {f"{selection.since(letters)}__lte": operation.created_at}
     letters = letters.filter(
         pk__gt=operation.cursor, pk__lte=operation.up_to, **asked

@@ -74,6 +74,12 @@ class Attendance:
         """Whether any consumer is running."""
         return any(one.kind == "consumer" for one in self.living)
 
+    def consumes(self, service: str) -> bool:
+        """Whether a consumer of this service is running. If `service` is "", any
+        consumer counts."""
+        found = {one.service for one in self.living if one.kind == "consumer"}
+        return bool(found & {"", service} if service else found)
+
     @property
     def serving(self) -> Counter[str]:
         """The number of live processes that run each stage. A process does not count

@@ -51,6 +51,7 @@ def bulk_operation(
     *,
     kind: str,
     filters: Mapping[str, Any],
+    service: str,
     total: int,
     up_to: int,
     by: str,
@@ -63,12 +64,13 @@ def bulk_operation(
     this statement.
 
     `filters` select the dead letters, `total` is their number, and `up_to` is their
-    highest id. `rate` is the highest number of messages per second.
+    highest id. `service` is stored beside the filters: only consumers of this service
+    execute the operation. `rate` is the highest number of messages per second.
     """
     as_json = "%s::jsonb" if vendor == "postgresql" else "%s"
     values = {
         "kind": kind,
-        "filter": json.dumps(dict(filters)),
+        "filter": json.dumps({**filters, "service": service}),
         "force": force,
         "by": by[:255],
         "why": why[:255],

@@ -255,6 +255,7 @@ def ask_to_redeliver(
             spec.vendor,
             kind="redeliver",
             filters={"ids": numbers},
+            service=spec.service,
             total=len(numbers),
             up_to=numbers[-1],
             by=f"pipeline: {name}",

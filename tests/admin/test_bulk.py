@@ -47,6 +47,19 @@ def test_an_ended_operation_is_not_watched_any_more(operator: Client) -> None:
     assert 'data-txmsg-live="off"' in page
 
 
+def test_an_operation_without_a_consumer_of_its_service_says_so(
+    operator: Client,
+) -> None:
+    operation = bulk.start("discard", {})
+    address = f"{URL}{operation.pk}/change/"
+    missing = "No consumer of tests is running."
+
+    factories.WorkerFactory(service="shop")
+    assert missing in operator.get(address).content.decode()
+    factories.WorkerFactory(service="tests")
+    assert missing not in operator.get(address).content.decode()
+
+
 def test_pause_resume_and_cancel(operator: Client) -> None:
     factories.DeadLetterFactory.create_batch(3)
     operation = bulk.start("redeliver", {})

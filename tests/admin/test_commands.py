@@ -134,7 +134,7 @@ def test_matching_letters_are_changed_and_counted(
     assert other.resolution == "open"
     operation = BulkOperation.objects.get()
     assert operation.by.startswith("command: ")
-    assert operation.filter == {"stage": "mail.send"}
+    assert operation.filter == {"stage": "mail.send", "service": "tests"}
 
 
 def test_restore_reopens_discarded_letters() -> None:

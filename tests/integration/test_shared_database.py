@@ -15,14 +15,14 @@ from django.core.management import call_command
 from django.db import transaction
 from django.utils import timezone
 
-from django_txmsg.dead_letters import burial, resolution
+from django_txmsg.dead_letters import bulk, burial, resolution
 from django_txmsg.errors import DispatchRejected
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage
 from django_txmsg.models.dead_letter import Resolution
 from django_txmsg.monitoring import alarms, status
 from django_txmsg.sending.outbox import send_message
 from tests.acceptance.crash_play import Manage
-from tests.factories import WorkerFactory
+from tests.factories import DeadLetterFactory, WorkerFactory
 from tests.faults import wait_until
 from tests.running import committing, drained, ship, txmsg
 from tests.services.stomp_server import StompServer
@@ -217,3 +217,29 @@ def test_a_redelivered_letter_of_the_relay_goes_to_the_service_that_stored_it() 
         letter.refresh_from_db()
         copy = resolution.redeliver_copy(letter, headers={}, body=letter.body)
     assert OutboxMessage.objects.get(message_id=copy).service == "shop"
+
+
+@pytest.mark.parametrize("kind", ["redeliver", "discard", "restore"])
+def test_a_bulk_operation_is_executed_by_the_service_that_requested_it(
+    kind: str,
+) -> None:
+    DeadLetterFactory(stage="mail.send", discarded=kind == "restore")
+    with service("mail"):
+        operation = bulk.start(kind, {"stage": "mail.send"})
+    with service("shop"):
+        assert bulk.work_batch("default") is None
+        assert not bulk.running("default")
+    assert not OutboxMessage.objects.exists()
+    with service("post", FORMER_SERVICES=("mail",)):
+        assert bulk.finish(operation).done == 1
+    if kind == "redeliver":
+        assert OutboxMessage.objects.get().service == "post"
+
+
+def test_a_bulk_operation_of_an_earlier_release_is_executed_by_any_service() -> None:
+    DeadLetterFactory()
+    with service("mail"):
+        operation = bulk.start("discard", {})
+    BulkOperation.objects.update(filter={})
+    with service("shop"):
+        assert bulk.finish(operation).done == 1

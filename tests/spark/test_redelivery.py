@@ -78,7 +78,7 @@ def test_a_topics_letter_goes_to_the_stage_that_gave_up_and_to_no_other(
 
         operation = BulkOperation.objects.get(pk=facts["operation"])
         assert (operation.kind, operation.total) == ("redeliver", 1)
-        assert operation.filter == {"ids": [letter.pk]}
+        assert operation.filter == {"ids": [letter.pk], "service": "tests"}
         assert DeadLetter.objects.get().resolution == "open"
         assert bulk.finish(operation).done == 1
         assert ship() == 0
