@@ -156,11 +156,23 @@ def discard(
     operation: BulkOperation, batch: list[DeadLetter], tally: Tally, using: str
 ) -> None:
     """Discard open dead letters that the caller's transaction has locked. An undo in
-    doubt that is discarded counts as done: its flow continues."""
+    doubt that is discarded counts as done: its flow continues. If its stage is not
+    declared here, it is skipped, unless the `operation` has `force`."""
+    undone = {
+        one.pk: _undone_by(one) for one in batch if one.reason == undoing.IN_DOUBT
+    }
+    tally.skipped |= {
+        one.pk: f"this service does not declare stage {one.stage!r}, so it cannot "
+        "revoke the request that the undo reverses: discard the undo in the service "
+        "of that stage; or with force, if the stage is gone"
+        for one in batch
+        if undone.get(one.pk, []) is None and not operation.force
+    }
+    batch = [one for one in batch if one.pk not in tally.skipped]
     tally.done += _resolve(batch, using, Resolution.DISCARDED, operation.by)
     for one in batch:
-        if one.reason == undoing.IN_DOUBT:
-            undoing.confirm(one, _undone_by(one), using)
+        if one.pk in undone:
+            undoing.confirm(one, undone[one.pk] or [], using)
             continue
         answering.answer_dead(one, "discarded", using=using)
     order = InboxMessage.order.db_manager(using)
@@ -169,12 +181,13 @@ def discard(
         order.wake(stage, [one.message_id for one in batch if one.stage == stage])
 
 
-def _undone_by(undo: DeadLetter) -> list[str]:
-    """Return the stages of this service whose work an undo reverses."""
+def _undone_by(undo: DeadLetter) -> list[str] | None:
+    """Return the stages whose work an undo reverses. Return None if this service does
+    not declare the undo's stage."""
     for one in all_stages():
         if one.name == undo.stage and one.undoes is not None:
             return consumers(one.undoes, one.broker)
-    return []
+    return None
 
 
 def restore(

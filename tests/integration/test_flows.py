@@ -1228,6 +1228,11 @@ def test_an_undo_older_than_the_inbox_is_for_a_person() -> None:
     drain()
     assert DeadLetter.objects.get(resolution="open").reason == "undo_in_doubt"
     assert again(run).waits_for == WaitsFor.UNDO
+    (undo,) = stages.find(["shop.release"])
+    stages.unregister(undo.name)
+    assert operate("discard") == 0, "here, nothing would revoke the request"
+    assert again(run).waits_for == WaitsFor.UNDO
+    stages.register(undo)
 
     assert operate("discard") == 1, "whoever has checked confirms it so"
     drain()
