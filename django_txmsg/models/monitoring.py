@@ -50,13 +50,12 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return bool(ended)
 
     def undelivered(self, service: str) -> Iterable[Alert]:
-        """Return the alerts whose start or end has yet to be delivered, and which no
-        process is delivering now. If the start of an alert was not delivered before the
-        alert ended, neither its start nor its end is delivered."""
+        """Return the alerts whose start or end has yet to be delivered, including those
+        that a process is delivering now. If an alert ends before all receivers got its
+        start, they all get its end: some may have got the start."""
         begun = Q(ended_at=None, delivered="")
-        ended = Q(ended_at__isnull=False, delivered="firing")
-        free = Q(lease_until=None) | Q(lease_until__lt=Now())
-        rows: Any = self.filter(begun | ended, free, service=service)
+        ended = Q(ended_at__isnull=False) & ~Q(delivered="resolved")
+        rows: Any = self.filter(begun | ended, service=service)
         return list(rows.order_by("pk"))
 
     def claim(self, alert: Alert) -> bool:
