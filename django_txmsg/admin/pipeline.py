@@ -218,14 +218,14 @@ class FindingAdmin(ReadOnlyAdmin):
     def _shown(
         self, request: HttpRequest, findings: QuerySet[Finding]
     ) -> QuerySet[Finding] | None:
-        """Return the findings that the confirmation page showed. If their number has
-        changed, warn the user and return None."""
+        """Return the findings that the confirmation page showed. If others match now,
+        warn the user and return None."""
         if "as_of" not in request.POST:
             return findings
         as_of = read_time(request.POST["as_of"])
         if as_of is not None:
             shown = findings.filter(found_at__lte=as_of)
-            if str(shown.count()) == request.POST.get("count"):
+            if _mark(shown) == request.POST.get("mark"):
                 return shown
         text = "Nothing is done yet: what you were shown has changed. Look again."
         messages.warning(request, text)
@@ -246,6 +246,7 @@ class FindingAdmin(ReadOnlyAdmin):
             **self.page_context(request, title),
             "count": count,
             "as_of": as_of.isoformat(),
+            "mark": _mark(findings),
             "some": findings[:20],
             "box": ACTION_CHECKBOX_NAME,
             "chosen": request.POST.getlist(ACTION_CHECKBOX_NAME),
@@ -300,3 +301,9 @@ class FindingAdmin(ReadOnlyAdmin):
             "{}<br><small>{}, {}</small>",
             finding.note, finding.acknowledged_by, display.ago(finding.acknowledged_at),
         )  # fmt: skip
+
+
+def _mark(findings: QuerySet[Finding]) -> str:
+    """Return a text that tells these findings from any others."""
+    ids = [one.int for one in findings.values_list("pk", flat=True)]
+    return f"{len(ids)}.{sum(ids) % 2**128}"

@@ -362,16 +362,20 @@ def _next(operation: BulkOperation, using: str) -> list[Any]:
     if operation.kind not in _PROVIDED:
         filters = {name: filters[name] for name in filters.keys() - {"service"}}
     letters = _matching(operation.kind, filters, using)
-    asked = {f"{selection.since(letters)}__lte": operation.created_at}
+    restores = operation.kind == BulkKind.RESTORE
+    since = "resolved_at" if restores else selection.since(letters)
     letters = letters.filter(
-        pk__gt=operation.cursor, pk__lte=operation.up_to, **asked
+        pk__gt=operation.cursor,
+        pk__lte=operation.up_to,
+        **{f"{since}__lte": operation.created_at},
     )
+    if operation.kind not in _PROVIDED:
+        # One that a later operation has restored did not match then.
+        letters = letters.exclude(operation__gt=operation.pk).only(*_NEEDED)
     if connections[using].vendor == "postgresql":
         # No SKIP LOCKED here: the cursor would pass a message that is locked for a
         # moment.
         letters = letters.select_for_update()
-    if operation.kind not in _PROVIDED:
-        letters = letters.only(*_NEEDED)
     return list(letters.order_by("pk")[:size])
 
 

@@ -194,7 +194,8 @@ def restore(
     operation: BulkOperation, batch: list[DeadLetter], tally: Tally, using: str
 ) -> None:
     """Reopen discarded dead letters that the caller's transaction has locked. Skips
-    revoked messages, because no stage processes them any more."""
+    revoked messages, because no stage processes them any more. Records the operation,
+    so that operations that were requested before leave the dead letters alone."""
     known, kept, now = _known(batch, using), [], clock(using)
     for letter in batch:
         row = known.get((letter.message_id, letter.stage))
@@ -205,7 +206,12 @@ def restore(
     tally.done += (
         DeadLetter.objects.using(using)
         .filter(pk__in=kept, resolution=Resolution.DISCARDED)
-        .update(resolution=Resolution.OPEN, resolved_at=None, resolved_by="")
+        .update(
+            resolution=Resolution.OPEN,
+            resolved_at=None,
+            resolved_by="",
+            operation=operation.pk,
+        )
     )
 
 

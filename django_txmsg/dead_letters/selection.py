@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db.models import Count, Max, Min, Q, QuerySet, Value
+from django.db.models import Count, Max, Min, Q, QuerySet, Sum, Value
 from django.db.models.functions import Now
 from django.db.models.lookups import Exact
 
@@ -134,10 +134,11 @@ class Summary:
 @dataclass(frozen=True)
 class Shown:
     """What a confirmation page showed to an operator: how many dead letters or runs
-    there were, when, and the id of the newest."""
+    there were, when, the id of the newest, and the sum of the ids."""
 
     count: int
     up_to: int
+    ids: int
     as_of: str
     """The instant, by the database's clock (RFC 3339)."""
 
@@ -145,25 +146,26 @@ class Shown:
     def of(cls, rows: QuerySet[Any]) -> Shown:
         """Return what a page shows now for these rows."""
         now = clock(rows.db)
-        found = rows.filter(**{f"{since(rows)}__lt": now})
-        found = found.aggregate(n=Count("pk"), last=Max("pk"))
-        return cls(found["n"], found["last"] or 0, now.isoformat())
+        shown = rows.filter(**{f"{since(rows)}__lt": now})
+        found = shown.aggregate(n=Count("pk"), last=Max("pk"), ids=Sum("pk"))
+        last, ids = found["last"] or 0, int(found["ids"] or 0)
+        return cls(found["n"], last, ids, now.isoformat())
 
     @classmethod
     def parse(cls, token: str) -> Shown:
         """Return the object for a token from `--dry-run`. Raises TxmsgError if the
         token is malformed."""
-        count, _, rest = token.partition(".")
-        up_to, _, as_of = rest.partition(".")
+        *numbers, as_of = token.split(".", 3)
         try:
-            shown = cls(int(count), int(up_to), as_of)
+            count, up_to, ids = map(int, numbers)
+            shown = cls(count, up_to, ids, as_of)
             instant(as_of)
         except ValueError:
             raise TxmsgError(f"Not a token of --dry-run: {token!r}.") from None
         return shown
 
     def __str__(self) -> str:
-        return f"{self.count}.{self.up_to}.{self.as_of}"
+        return f"{self.count}.{self.up_to}.{self.ids}.{self.as_of}"
 
     def before(self, filters: Mapping[str, Any]) -> str:
         """Return a value for the filter `before`, so that the filter selects no row
@@ -178,15 +180,21 @@ class Shown:
         return rows.filter(pk__lte=self.up_to, **before)
 
     def insist(self, rows: QuerySet[Any]) -> QuerySet[Any]:
-        """Return the shown rows. Raises Changed unless all of them still match."""
+        """Return the shown rows. Raises Changed unless all of them still match, and no
+        other rows."""
         found = self.bound(rows)
-        count = found.count()
-        if count != self.count:
+        now = found.aggregate(n=Count("pk"), ids=Sum("pk"))
+        if (now["n"], now["ids"] or 0) == (self.count, self.ids):
+            return found
+        if now["n"] < self.count:
             raise Changed(
-                f"Nothing is done yet: {self.count - count:,} of the {self.count:,} "
-                f"that you were shown have changed since."
+                f"Nothing is done yet: {self.count - now['n']:,} of the "
+                f"{self.count:,} that you were shown have changed since."
             )
-        return found
+        raise Changed(
+            f"Nothing is done yet: others match now than the {self.count:,} that you "
+            "were shown."
+        )
 
 
 class Changed(TxmsgError):

@@ -93,6 +93,25 @@ def test_letter_resolved_meanwhile_asks_for_confirmation_again(
     assert open_letters() == 0
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_letter_restored_meanwhile_asks_for_confirmation_again(
+    operator: Client, gone: int
+) -> None:
+    letters = factories.DeadLetterFactory.create_batch(2, created_at=ago(minutes=1))
+    restored = factories.DeadLetterFactory(created_at=ago(minutes=1), discarded=True)
+    factories.DeadLetterFactory(created_at=ago(minutes=1))
+    form = asked(operator, kind="discard")
+    for one in letters[:gone]:
+        operator.post(URL, {"kind": "redeliver", "ids": str(one.pk)})
+    operator.post(URL, {"kind": "restore", "ids": str(restored.pk)})
+
+    page = operator.post(URL, form).content.decode()
+
+    assert "others match now than the 3 that you were shown" in page
+    assert f"Discard {4 - gone} messages?" in page
+    assert open_letters() == 4 - gone
+
+
 @pytest.mark.django_db
 def test_a_dry_runs_token_binds_the_command() -> None:
     factories.DeadLetterFactory.create_batch(2, created_at=ago(minutes=1))

@@ -119,6 +119,26 @@ def ids_of(number: int) -> list[int]:
 
 
 @pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("kind", "meanwhile"),
+    [("redeliver", "restore"), ("discard", "restore"), ("restore", "discard")],
+)
+def test_letter_that_matches_after_the_request_is_untouched(
+    kind: str, meanwhile: str
+) -> None:
+    restores = kind == "restore"
+    other = factories.DeadLetterFactory(discarded=not restores)
+    factories.DeadLetterFactory(discarded=restores)
+    operation = bulk.start(kind, {})
+    bulk.finish(bulk.start(meanwhile, {"ids": [other.pk]}))
+
+    assert bulk.finish(operation).done == operation.total == 1
+
+    other.refresh_from_db()
+    assert other.resolution == ("discarded" if restores else "open")
+
+
+@pytest.mark.django_db
 def test_message_that_cannot_be_redelivered_does_not_stop_the_others() -> None:
     letters = factories.DeadLetterFactory.create_batch(250)
     spoilt = letters[130]

@@ -142,7 +142,7 @@ def test_replay_of_selected_findings_is_requested_once_and_audited(
     client = log_in("view_finding", "replay_finding")
     page = replay_page(client, [sent, twice, foreign])
     assert not PipelineRun.objects.exists()
-    assert (page["count"], page["confirmed"]) == ("2", "1")
+    assert (page["mark"].partition(".")[0], page["confirmed"]) == ("2", "1")
 
     done = client.post(URL, page, follow=True).content.decode()
     client.post(URL, page)
@@ -198,6 +198,26 @@ def test_replay_without_its_permission_or_its_page_requests_nothing(
     assert "1 of the selected findings is left out" in changed
     assert not PipelineRun.objects.exists()
     assert not LogEntry.objects.exists()
+
+
+def test_as_many_other_findings_ask_for_confirmation_again(
+    findings: list[Finding],
+) -> None:
+    acknowledged = {"acknowledged_at": timezone.now(), "note": "a drill"}
+    known, other = Finding.objects.filter(pk=findings[0].pk), findings[1]
+    known.update(**acknowledged)
+    client = log_in("view_finding", "acknowledge_finding")
+    keys = [str(one.pk) for one in findings]
+    asked = {"action": "acknowledge", ACTION_CHECKBOX_NAME: keys}
+    page = client.post(URL, asked).content.decode()
+    form = dict(re.findall(r'name="(\w+)" value="([^"]*)"', page))
+    known.update(acknowledged_at=None, note="")
+    Finding.objects.filter(pk=other.pk).update(**acknowledged)
+
+    done = client.post(URL, {**form, **asked, "note": "known"}).content.decode()
+
+    assert "what you were shown has changed" in done
+    assert not Finding.objects.filter(note="known").exists()
 
 
 def test_request_and_its_log_entry_commit_together(
