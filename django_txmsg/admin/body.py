@@ -114,9 +114,9 @@ def pretty(body: Any) -> str:
     """Return a decoded body as readable text."""
     if isinstance(body, bytes):
         return _text(body)
-    if isinstance(body, str):
-        return body
-    return json.dumps(body, indent=2, ensure_ascii=False, default=str)
+    if not isinstance(body, str):
+        body = json.dumps(body, indent=2, ensure_ascii=False, default=str)
+    return masking.encodable(body)
 
 
 def _text(body: bytes) -> str:

@@ -146,7 +146,8 @@ def body_text(letter: DeadLetter) -> str:
         decoded = serializers.decode(raw, letter.content_type)
     except DecodeError:
         return raw.decode()
-    return raw.decode() if isinstance(decoded, bytes) else bodies.pretty(decoded)
+    # A text may be a JSON string, which needs its quotes and escapes.
+    return raw.decode() if isinstance(decoded, bytes | str) else bodies.pretty(decoded)
 
 
 def encode(text: str, letter: DeadLetter) -> bytes:

@@ -51,6 +51,12 @@ def shown(
         return {}, f'hidden, because TXMSG["MASK"] failed: {type(error).__name__}'
 
 
+def encodable(text: str) -> str:
+    """Return a text that can be encoded. JSON can contain half of a surrogate pair,
+    which is shown as its escape, such as "\\ud83d"."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def of_run(flow: str, text: str) -> Any:
     """Return a state or an answer of a flow's run, masked."""
     return shown(flow, {}, text.encode(), wire.JSON)[1]
@@ -70,7 +76,7 @@ def call_shown(headers: Mapping[str, str], body: Any) -> str:
     named = list(kwargs.items())[: _MOST_ARGUMENTS - len(given)]
     given += [f"{name}={_REPR.repr(one)}" for name, one in named]
     more = ["…"] * (len(given) < len(args) + len(kwargs))
-    return f"{path}({', '.join([*given, *more])})"
+    return encodable(f"{path}({', '.join([*given, *more])})")
 
 
 _MOST_ARGUMENTS = 20

@@ -16,6 +16,7 @@ from django.test import Client
 from django.utils import timezone
 
 from django_txmsg import conf, wire
+from django_txmsg.models import OutboxMessage
 from tests import factories
 
 SCRIPT = "<script>alert('x')</script>"
@@ -365,6 +366,32 @@ def test_groups_load_no_body(operator: Client) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 16 * 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    "body",
+    [r'{"name": "\ud83d"}', r'"\ud83d"', r'{"args": [], "kwargs": {"\ud83d": 1}}'],
+)
+def test_half_of_a_surrogate_pair_is_shown_as_its_escape(
+    operator: Client, settings: Any, body: str
+) -> None:
+    settings.TXMSG = {**settings.TXMSG, "EDIT_DEAD_LETTERS": True}
+    letter = factories.DeadLetterFactory(body=body.encode())
+    letter.headers[wire.TASK] = "shop.tasks.pay"
+    letter.save()
+    out = io.StringIO()
+    call_command("dead_letters", "show", str(letter.pk), "--json", stdout=out)
+
+    page = operator.get(page_of(letter)).content.decode()
+    whole = operator.get(f"{page_of(letter)}body/dead/{letter.pk}/").content.decode()
+    copy = f"/admin/django_txmsg/deadletter/{letter.pk}/copy/"
+    edited = operator.get(copy).context["form"]["body"]
+    operator.post(copy, {"headers": "", "body": edited + " ", "send": "1"})
+
+    assert all(r"\ud83d" in text for text in (page, whole, out.getvalue()))
+    out.getvalue().encode()
+    (sent,) = OutboxMessage.objects.values_list("body", flat=True)
+    assert json.loads(bytes(sent)) == json.loads(body)
 
 
 def test_a_body_is_that_of_the_message_in_the_address(operator: Client) -> None:

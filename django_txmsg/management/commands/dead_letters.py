@@ -155,7 +155,8 @@ class Report:
             self._out.write(f"  {pk}: {printable(why)}")
 
     def _print(self, value: Any) -> None:
-        self._out.write(_json(value, indent=2, ensure_ascii=False))
+        text = _json(value, indent=2, ensure_ascii=False)
+        self._out.write(masking.encodable(text))
 
 
 def _facts(letter: DeadLetter) -> dict[str, Any]:
