@@ -293,9 +293,10 @@ class MessagePages(Pages):
         """Cancel a pending message."""
         _insist(request, "cancel_outboxmessage")
         why, by = _reason(request, 255)
+        using = router.db_for_write(OutboxMessage)
         return self._done(
             request, message_id, Deed.CANCEL, "Cancelled", why,
-            lambda: cancel_message(message_id, why=by),
+            lambda: cancel_message(message_id, why=by, using=using),
         )  # fmt: skip
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
@@ -303,12 +304,12 @@ class MessagePages(Pages):
         which it becomes due."""
         _insist(request, "reschedule_outboxmessage")
         minutes = given(request, "minutes") or "0"
-        entry = f"due in {minutes} minutes"
+        entry, using = f"due in {minutes} minutes", router.db_for_write(OutboxMessage)
         try:
             delay = dt.timedelta(minutes=float(minutes))
             return self._done(
                 request, message_id, Deed.RESCHEDULE, "Rescheduled", entry,
-                lambda: reschedule_message(message_id, delay=delay),
+                lambda: reschedule_message(message_id, delay=delay, using=using),
             )  # fmt: skip
         except (InvalidMessage, OverflowError, ValueError):
             messages.error(request, f"{minutes[:20]!r} is not a number of minutes.")

@@ -394,6 +394,30 @@ def test_half_of_a_surrogate_pair_is_shown_as_its_escape(
     assert json.loads(bytes(sent)) == json.loads(body)
 
 
+@pytest.mark.django_db(databases=["default", "other"])
+def test_buttons_change_the_message_that_the_page_shows(
+    somebody: Callable[..., Client], settings: Any
+) -> None:
+    session = "django_txmsg.middleware.OutboxMiddleware"
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, session]
+    settings.TXMSG = {**settings.TXMSG, "HTTP": {"USING": "other"}}
+    rights = ("view_outboxmessage", "cancel_outboxmessage", "reschedule_outboxmessage")
+    client = somebody(*rights)
+    row = factories.OutboxMessageFactory()
+    other = factories.OutboxMessageFactory.build(message_id=row.message_id)
+    other.save(using="other")
+    due = other.due_at
+
+    client.post(f"{page_of(row)}reschedule/", {"minutes": "5"})
+    client.post(f"{page_of(row)}cancel/")
+
+    row.refresh_from_db()
+    other.refresh_from_db()
+    assert (row.state.value, other.state.value) == ("cancelled", "pending")
+    assert row.due_at > due + dt.timedelta(minutes=4)
+    assert other.due_at == due
+
+
 def test_a_body_is_that_of_the_message_in_the_address(operator: Client) -> None:
     one, other = factories.DeadLetterFactory.create_batch(2)
     answer = operator.get(f"{page_of(one)}body/dead/{other.pk}/")
