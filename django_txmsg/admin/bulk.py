@@ -272,13 +272,10 @@ class ConfirmPages(Pages):
                 f"{more:,} more ha{'s' if more == 1 else 've'} died since you opened "
                 f"this page, and {'is' if more == 1 else 'are'} untouched.",
             )
-        letter = (
-            selection.filtered(filters, using=using).first()
-            if operation.total == 1
-            else None
-        )
-        if letter is not None:
-            return led(request, MESSAGE, letter.message_id)
+        if operation.total == 1:
+            letters = DeadLetter.objects.using(using)
+            if letter := letters.filter(pk=operation.cursor).first():
+                return led(request, MESSAGE, letter.message_id)
         return self._admin.led_to_list(request)
 
     def _tell(self, request: HttpRequest, operation: BulkOperation) -> None:

@@ -115,6 +115,16 @@ def test_discard_and_restore(operator: Client) -> None:
     assert OutboxMessage.objects.count() == 0
 
 
+def test_action_on_one_letter_leads_to_its_message(operator: Client) -> None:
+    factories.DeadLetterFactory(discarded=True)
+    letter = factories.DeadLetterFactory()
+    factories.DeadLetterFactory(discarded=True)
+
+    answer = operator.post(URL, {"kind": "discard", "stage": "orders.place"})
+
+    assert str(letter.message_id) in answer.headers["Location"]
+
+
 def test_every_action_is_logged_with_its_count_and_filter(operator: Client) -> None:
     factories.DeadLetterFactory.create_batch(2, stage="mail.send")
 
