@@ -382,11 +382,11 @@ def _reason(request: HttpRequest, most: int) -> tuple[str, str]:
 
 def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
     """Return the state to show for a message that may have several rows. The state
-    comes from the first of these that exists: an open dead letter, an outbox row that
-    is not dispatched, a parked inbox row, the last inbox row."""
+    comes from the first of these that exists: an open dead letter, the last outbox row
+    if it is not dispatched, a parked inbox row, the last inbox row."""
     if any(letter.resolution == "open" for letter in letters):
         return "dead"
-    for row in outbox:
+    for row in outbox[-1:]:
         if row.state.value != "dispatched":
             return str(row.state.value)
     for row in inbox:

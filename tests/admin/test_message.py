@@ -418,6 +418,26 @@ def test_buttons_change_the_message_that_the_page_shows(
     assert other.due_at == due
 
 
+def test_message_that_the_relay_gave_up_and_that_was_redelivered_is_pending(
+    somebody: Callable[..., Client],
+) -> None:
+    dead = factories.OutboxMessageFactory(dead=True)
+    letter = factories.DeadLetterFactory(
+        message_id=dead.message_id, stage="", redelivered=True
+    )
+    again = factories.OutboxMessageFactory(
+        message_id=dead.message_id, replay_id=f"dead-letter-{letter.pk}-1"
+    )
+    client = somebody("view_outboxmessage", "view_deadletter", "cancel_outboxmessage")
+
+    answer = client.get(page_of(dead))
+    assert answer.context["state"] == "pending"
+    assert "Cancel the message" in answer.content.decode()
+    again.dispatched_at = again.created_at
+    again.save()
+    assert client.get(page_of(dead)).context["state"] == "dispatched"
+
+
 def test_a_body_is_that_of_the_message_in_the_address(operator: Client) -> None:
     one, other = factories.DeadLetterFactory.create_batch(2)
     answer = operator.get(f"{page_of(one)}body/dead/{other.pk}/")
