@@ -38,9 +38,12 @@ class Alarm:
     """One of `conf.schema.KINDS`."""
     about: str = ""
     """What distinguishes it from others of its kind, for as long as it lasts."""
+    words: str = ""
+    """The words of a database, a broker or an operator. They may name hosts and users,
+    so alerts leave them out."""
 
     def __str__(self) -> str:
-        return f"{self.what}{self.more}"
+        return f"{self.what}{self.more}{self.words}"
 
 
 def of(status: Status) -> list[Alarm]:
@@ -61,8 +64,8 @@ def _unreadable(status: Status) -> Iterator[Alarm]:
     for name, error in status.unreadable.items():
         first = error.partition("\n")[0]
         yield Alarm(
-            f"Database {name} does not answer", f", and is not counted here: {first}",
-            about=name,
+            f"Database {name} does not answer", ", and is not counted here.",
+            about=name, words=f" {first}",
         )  # fmt: skip
 
 
@@ -104,9 +107,9 @@ def _outages(status: Status) -> Iterator[Alarm]:
         many = f", by {one.processes} processes" if one.processes > 1 else ""
         yield Alarm(
             f"{one.kind[:1].upper()}{one.kind[1:]} {one.name} cannot be used",
-            f", for {duration(max(status.now - one.since, dt.timedelta()))}{many}: "
-            f"{one.error}",
+            f", for {duration(max(status.now - one.since, dt.timedelta()))}{many}.",
             tone="bad" if one in late else "warn", about=f"{one.kind} {one.name}",
+            words=f" {one.error}",
         )  # fmt: skip
 
 
@@ -332,6 +335,7 @@ def _paused(status: Status) -> Iterator[Alarm]:
                 f"Stage {place.label} is paused.",
                 _who(place, status.now - place.paused_at),
                 tone="warn", table="stagestate", about=place.label,
+                words=f" Why: {place.paused_why}" if place.paused_why else "",
             )  # fmt: skip
 
 
@@ -362,11 +366,11 @@ def _limited(found: list[Alarm], more: str) -> list[Alarm]:
 
 
 def _who(place: Place, age: dt.timedelta) -> str:
-    why = f": {place.paused_why}" if place.paused_why else ""
+    more = ""
     if waiting := place.waiting.count:
         what = "redelivery waits" if waiting == 1 else "redeliveries wait"
-        why += f"; {capped(waiting)} {what}"
-    return f" By {place.paused_by or 'unknown'}, {duration(age)} ago{why}."
+        more = f"; {capped(waiting)} {what}"
+    return f" By {place.paused_by or 'unknown'}, {duration(age)} ago{more}."
 
 
 def _since(waiting: Waiting, now: dt.datetime) -> str:

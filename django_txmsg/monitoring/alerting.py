@@ -46,7 +46,8 @@ def wanted(picture: Status, kinds: Sequence[str]) -> dict[str, tuple[str, str]]:
     for alarm in alarms.of(picture):
         bad = alarm.tone == "bad" and BAD in kinds
         if alarm.kind != "dead" and (bad or alarm.kind in kinds):
-            found[f"{alarm.kind}/{alarm.about}"] = (alarm.kind, str(alarm))
+            text = f"{alarm.what}{alarm.more}"  # without the words of others
+            found[f"{alarm.kind}/{alarm.about}"] = (alarm.kind, text)
     if "dead" in kinds or BAD in kinds:
         found |= _dead(picture)
     return found

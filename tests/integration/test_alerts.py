@@ -23,7 +23,7 @@ from django_txmsg import checks, signals
 from django_txmsg import webhook as webhooks
 from django_txmsg.conf.schema import KINDS
 from django_txmsg.models import Alert, DeadLetter, StageState, Worker
-from django_txmsg.monitoring import alarms, alerting
+from django_txmsg.monitoring import alarms, alerting, status
 from django_txmsg.monitoring.alerting import Alerting
 from tests import factories
 from tests.faults import ManageProcess, wait_until
@@ -227,6 +227,30 @@ def test_nothing_is_over_only_because_a_database_does_not_answer() -> None:
         letter.delete()
         loop.tick()
         assert names() == set()
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_an_alert_contains_no_words_of_databases_brokers_and_operators(
+    receiver: Receiver,
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OperationalError("no user s3cr3t on host s3cr3t")
+
+    outage = {"kind": "broker", "name": "far", "seconds": 300, "error": "s3cr3t"}
+    factories.WorkerFactory(outages=[outage])
+    StageState.objects.pause("mail.send", by="grace", why="s3cr3t")
+    in_use = declared(lambda message: None, using="other")
+    with (
+        alerts("database", "outage", "paused", MAIL=[MAIL]),
+        in_use,
+        connections["other"].execute_wrapper(refuse),
+    ):
+        Alerting(["default"]).tick()
+        assert str(list(map(str, alarms.of(status.read())))).count("s3cr3t") == 4
+
+    assert {call["kind"] for call in receiver.calls} == {"database", "outage", "paused"}
+    assert "s3cr3t" not in str(receiver.calls)
+    assert "s3cr3t" not in str([(one.subject, one.body) for one in mail.outbox])
 
 
 @pytest.mark.django_db
