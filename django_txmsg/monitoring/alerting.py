@@ -117,7 +117,11 @@ class Alerting(TimeLoop):
         opened = {
             one.name: one for one in alerts.filter(service=service, ended_at=None)
         }
-        changed = found.keys() ^ opened.keys()
+        # An alert lasts while any process cannot reach the database.
+        away = {
+            f"database/{one.name}" for one in picture.outages if one.kind == "database"
+        }
+        changed = (found.keys() ^ opened.keys()) - (away & opened.keys())
         # What lasts for a moment only, as in a deployment, is not reported.
         self._first_seen = {name: self._first_seen.get(name, now) for name in changed}
         for name in sorted(changed):

@@ -222,6 +222,11 @@ def test_nothing_is_over_only_because_a_database_does_not_answer() -> None:
         with connections["other"].execute_wrapper(refuse):
             loop.tick()
         assert names() == {before, "database/other"}
+        outage = {"kind": "database", "name": "other", "seconds": 9, "error": "away"}
+        worker = factories.WorkerFactory(outages=[outage])
+        loop.tick()
+        assert names() == {before, "database/other"}, "another process cannot reach it"
+        worker.delete()
         loop.tick()
         assert names() == {before}
         letter.delete()
