@@ -195,7 +195,8 @@ def start(
         (pk,) = cursor.fetchone()
         if tolerates is not None and kind == BulkKind.REDELIVER:
             started = BulkOperation.objects.using(using).filter(pk=pk)
-            started.update(tolerates=tolerates, batch_size=1)
+            # At most what the column holds.
+            started.update(tolerates=min(tolerates, 2**31 - 1), batch_size=1)
     operation: BulkOperation = BulkOperation.objects.using(using).get(pk=pk)
     if conf.get().NOTIFY:
         notify(using, {notifications.WORK})
@@ -433,11 +434,9 @@ def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
 
 
 def _advance(operation: BulkOperation, using: str, **values: Any) -> None:
-    # The cursor is the fence: a process that read an older one changes nothing.
-    changed = (
-        BulkOperation.objects.using(using)
-        .filter(pk=operation.pk, cursor=operation.cursor)
-        .update(changed_at=Now(), **values)
-    )
-    if not changed:
+    # The cursor is the fence: a process that read an older one changes nothing. Nor
+    # does one whose batch has failed, if the operation was cancelled meanwhile.
+    running = BulkOperation.objects.using(using).filter(state=BulkState.RUNNING)
+    same = running.filter(pk=operation.pk, cursor=operation.cursor)
+    if not same.update(changed_at=Now(), **values):
         raise _Moved(f"bulk operation {operation.pk} was moved by another worker")

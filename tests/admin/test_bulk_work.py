@@ -139,6 +139,22 @@ def test_letter_that_matches_after_the_request_is_untouched(
 
 
 @pytest.mark.django_db
+@pytest.mark.parametrize(("filters", "size"), [({}, 1), ({}, 100), ({"no": 1}, 1)])
+def test_operation_cancelled_after_its_batch_failed_stays_cancelled(
+    filters: dict[str, Any], size: int
+) -> None:
+    factories.DeadLetterFactory()
+    running = bulk.start("redeliver", {})
+    running.batch_size, running.filter = size, filters
+    BulkOperation.objects.cancel(running.pk)
+    before = BulkOperation.objects.values().get()
+
+    assert bulk._smaller(running, "default", ValueError("refused")) == 0
+
+    assert BulkOperation.objects.values().get() == before
+
+
+@pytest.mark.django_db
 def test_message_that_cannot_be_redelivered_does_not_stop_the_others() -> None:
     letters = factories.DeadLetterFactory.create_batch(250)
     spoilt = letters[130]

@@ -60,6 +60,12 @@ def work(stage: Stage, operation: BulkOperation, rounds: int = 60) -> list[int]:
     return sizes
 
 
+@pytest.mark.django_db
+def test_a_number_beyond_the_column_tolerates_as_many_as_it_can() -> None:
+    operation = bulk.start("redeliver", {}, tolerates=10**12)
+    assert operation.tolerates == 2**31 - 1
+
+
 @pytest.mark.parametrize(("tolerates", "attempts"), [(0, 1), (5, 6)])
 def test_a_cause_that_is_not_mended_costs_few_attempts(
     tolerates: int, attempts: int, admin_client: Client
