@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from .. import conf
@@ -50,11 +50,13 @@ def read(pid: int) -> State | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 path.unlink()
                 return None
-            written = json.loads(file.read())
-        known = State(**written["state"])
+            # A shorter state does not overwrite all of a longer one than LENGTH.
+            written, _ = json.JSONDecoder().raw_decode(file.read())
+        # Another version of the code may have written others.
+        known = State(*(written["state"][one.name] for one in fields(State)))
         # The system's clock is the same for all its processes.
         since = max(0.0, time.monotonic() - written["at"] - INTERVAL)
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return replace(known, silent=known.silent + since)
 

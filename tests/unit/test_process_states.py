@@ -1,0 +1,51 @@
+"""`txmsg alive` reads what a process has written about itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from django_txmsg.monitoring import process_states
+from django_txmsg.runtime import liveness
+from tests.faults import wait_until
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(process_states, "INTERVAL", 0.01)
+    yield
+    liveness.ended()
+
+
+def test_a_short_state_is_read_after_a_long_one() -> None:
+    liveness.begin("ü" * 300)
+    with process_states.written():
+        liveness.begin("short")
+
+        def read() -> bool:
+            state = process_states.read(os.getpid())
+            return state is not None and state.loop == "short"
+
+        wait_until(read, deadline=10)
+
+
+@pytest.mark.parametrize(
+    ("state", "known"),
+    [({"ready": True, "loop": "a", "silent": 0.0, "new": 1}, True), ({}, False)],
+)
+def test_a_state_of_another_version_is_read_if_it_has_the_fields(
+    monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], known: bool
+) -> None:
+    monkeypatch.setattr(process_states, "_write", lambda file: None)
+    with process_states.written():
+        path = process_states.directory() / str(os.getpid())
+        path.write_text(json.dumps({"at": time.monotonic(), "state": state}))
+        assert (process_states.read(os.getpid()) is not None) == known
