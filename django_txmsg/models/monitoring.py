@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from django.db import IntegrityError, models, transaction
@@ -49,13 +49,14 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         )
         return bool(ended)
 
-    def undelivered(self, service: str) -> Iterable[Alert]:
-        """Return the alerts whose start or end has yet to be delivered, including those
-        that a process is delivering now. If an alert ends before all receivers got its
-        start, they all get its end: some may have got the start."""
+    def undelivered(self, services: Collection[str]) -> Iterable[Alert]:
+        """Return the alerts of these services whose start or end has yet to be
+        delivered, including those that a process is delivering now. If an alert ends
+        before all receivers got its start, they all get its end: some may have got the
+        start."""
         begun = Q(ended_at=None, delivered="")
         ended = Q(ended_at__isnull=False) & ~Q(delivered="resolved")
-        rows: Any = self.filter(begun | ended, service=service)
+        rows: Any = self.filter(begun | ended, service__in=services)
         return list(rows.order_by("pk"))
 
     def claim(self, alert: Alert) -> bool:

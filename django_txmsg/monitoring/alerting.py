@@ -98,7 +98,7 @@ class Alerting(TimeLoop):
         begun or ended. Return the seconds until the next comparison."""
         if not self.is_idle(using):
             self._compare(using)
-            alerts = Alert.objects.db_manager(using).undelivered(conf.get().SERVICE)
+            alerts = Alert.objects.db_manager(using).undelivered(conf.get().services)
             left = {(one.pk, one.status) for one in alerts}
             self._reached = {k: v for k, v in self._reached.items() if k in left}
             for alert in alerts:
@@ -114,9 +114,9 @@ class Alerting(TimeLoop):
         found = {
             name[:255]: alarm for name, alarm in wanted(picture, settings.KINDS).items()
         }
-        opened = {
-            one.name: one for one in alerts.filter(service=service, ended_at=None)
-        }
+        # A renamed service ends what it has begun under its former name.
+        ours = alerts.filter(service__in=conf.get().services, ended_at=None)
+        opened = {one.name: one for one in ours}
         # An alert lasts while any process cannot reach the database.
         away = {
             f"database/{one.name}" for one in picture.outages if one.kind == "database"

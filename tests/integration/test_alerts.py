@@ -278,6 +278,22 @@ def test_an_alert_of_many_is_not_over_because_others_are_more() -> None:
 
 
 @pytest.mark.django_db
+def test_a_renamed_service_ends_its_alerts(receiver: Receiver) -> None:
+    factories.DeadLetterFactory()
+    with alerts("dead"):
+        Alerting(["default"]).tick()
+    renamed = {"SERVICE": "new", "FORMER_SERVICES": ("tests",)}
+    with txmsg(ALERTS={"KINDS": ["dead"], "AFTER": 0}, **renamed):
+        loop = Alerting(["default"])
+        loop.tick()
+        assert Alert.objects.count() == 1
+        DeadLetter.objects.all().delete()
+        loop.tick()
+
+    assert [call["status"] for call in receiver.calls] == ["firing", "resolved"]
+
+
+@pytest.mark.django_db
 def test_calls_are_signed(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TXMSG_WEBHOOK_SECRET", "s3cr3t")
     with alerts("dead"):
