@@ -136,9 +136,8 @@ class BulkAdmin(RowPageAdmin):
                 said = f"{verb.capitalize()}: {operation}."
                 audit(request, operation, Deed.OPERATION, said)
         if not moved:
-            messages.warning(
-                request, f"The operation has ended, or was {verb}d before."
-            )
+            past = {"cancel": "cancelled"}.get(verb, f"{verb}d")
+            messages.warning(request, f"The operation has ended, or was {past} before.")
         return led(request, "admin:django_txmsg_bulkoperation_change", pk)
 
     status = display.column("state", display.badge, "state")

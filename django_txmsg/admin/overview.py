@@ -96,6 +96,10 @@ def overview(request: HttpRequest) -> dict[str, Any]:
     using = router.db_for_write(OutboxMessage)
     picture = status.read()
     hours = periods.last_day(using, picture.now)
+    for other in {*picture.databases} - {using} - picture.unreadable.keys():
+        theirs = periods.last_day(other, picture.now)
+        for hour, more in zip(hours, theirs, strict=True):
+            hour.counts += more.counts
     charts = [
         chart(series, title, hours)
         for series, (title, table) in _CHARTS.items()

@@ -76,6 +76,8 @@ def test_pause_resume_and_cancel(operator: Client) -> None:
     assert bulk.work_batch("default") is None
     again = operator.post(f"{URL}{operation.pk}/resume/", follow=True)
     assert "The operation has ended" in again.content.decode()
+    again = operator.post(f"{URL}{operation.pk}/cancel/", follow=True)
+    assert "or was cancelled before" in again.content.decode()
     operation.refresh_from_db()
     assert operation.state == "cancelled"
 

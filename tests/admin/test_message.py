@@ -438,6 +438,17 @@ def test_message_that_the_relay_gave_up_and_that_was_redelivered_is_pending(
     assert client.get(page_of(dead)).context["state"] == "dispatched"
 
 
+def test_the_page_of_an_expired_message_does_not_blame_the_broker(
+    operator: Client,
+) -> None:
+    letter = factories.DeadLetterFactory(stage="", reason="expired", attempts=1)
+
+    page = operator.get(page_of(letter)).content.decode()
+
+    assert "It expired before it was sent" in page
+    assert "The broker did not accept it" not in page
+
+
 def test_a_body_is_that_of_the_message_in_the_address(operator: Client) -> None:
     one, other = factories.DeadLetterFactory.create_batch(2)
     answer = operator.get(f"{page_of(one)}body/dead/{other.pk}/")

@@ -11,6 +11,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
+from django_txmsg import stages
 from django_txmsg.models import PeriodCount
 from django_txmsg.monitoring import periods, recent, status, waiting
 from tests import factories
@@ -116,6 +117,20 @@ def test_the_chart_counts_each_hour_and_remembers_closed_periods(
     assert sum(hour.counts["dispatched"] for hour in first) == 3
     assert remembered > 12 * 22
     assert sum(hour.counts["stored"] for hour in second) == 4
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_the_charts_count_every_database(viewer: Client) -> None:
+    factories.OutboxMessageFactory()
+    factories.OutboxMessageFactory.build().save(using="other")
+    stage = stages.Stage("a", "a", handler=lambda message: None, using="other")
+    stages.register(stage)
+    try:
+        charts = viewer.get(URL).context["charts"]
+    finally:
+        stages.unregister("a")
+
+    assert charts[0].total == 2
 
 
 def test_remembered_periods_are_not_read_again(db: None) -> None:
