@@ -135,6 +135,8 @@ class LakeTable:
         there = {f"{self.root}/{one.path}": one.size for one in files}
         insist_on(self.files, there)
         sync(self.files, self.place.root, there)
+        # Its writer may have been killed before it synced this entry.
+        self._sync_log([before])
         now = int(dt.datetime.now(dt.timezone.utc).timestamp() * 1000)
         actions: list[Any] = [_added(one, same_rows) for one in files]
         actions += [_removed(one, now, same_rows) for one in replaced]

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
+from django_txmsg.spark import lake as lake_module
 from django_txmsg.spark.errors import EnvironmentFault, VerificationRefused
 from django_txmsg.spark.jobs.archive import (
     ArchiveOptions,
@@ -335,6 +336,36 @@ def test_rows_that_another_archiver_is_deleting_stay_in_the_lake(
 
     archive(None, pg_log, lake)
     assert_moved_once(before, pg_log, lake, set(before))
+
+
+class Killed(BaseException):
+    """Ends an archive like a kill."""
+
+
+def test_entry_of_a_killed_run_is_synced_before_its_rows_are_deleted(
+    make_log: Callable[..., Log], lake: LakeSpec, monkeypatch
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(5)
+    entry = f"{path_of(lake)}/_delta_log/{1:020}.json"
+    left: list[int] = []
+
+    def killed(files: object, root: str, paths: Iterable[str]) -> None:
+        if entry in paths:
+            raise Killed
+
+    def synced(files: object, root: str, paths: Iterable[str]) -> None:
+        if entry in paths:
+            left.append(log.count())
+
+    monkeypatch.setattr(lake_module, "sync", killed)
+    with pytest.raises(Killed):
+        archive(None, log, lake)
+    monkeypatch.setattr(lake_module, "sync", synced)
+    archive(None, log, lake)
+
+    assert left == [5]
+    assert log.count() == 0
 
 
 def test_bodies_stay_out_of_the_lake_where_they_must(
