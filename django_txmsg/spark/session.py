@@ -270,7 +270,7 @@ class SparkProcess:
     def stop(self) -> None:
         """End the process. This is safe during a run: the next run repeats its work."""
         if self._process is not None:
-            self._process.terminate()
+            self._process.kill()  # SIGTERM would not end a suspended process
             self._process.wait()
             for one in (self._process.stdin, self._out, self._errors):
                 assert one is not None

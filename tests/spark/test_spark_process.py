@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -126,3 +127,19 @@ def test_an_error_says_why_spark_does_not_start(
     one = beside(("spark.master", "nonsense"))
     assert "Spark does not start" in run(one)["error"]
     assert not children()
+
+
+def test_a_suspended_process_is_ended(beside: Callable[..., SparkProcess]) -> None:
+    one = beside()
+    one.start("verify")
+    [process] = children()
+    os.kill(process, signal.SIGSTOP)
+    os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOWAIT)
+    stopping = threading.Thread(target=one.stop)
+    stopping.start()
+    stopping.join(20)
+    left = children()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    stopping.join()
+    assert not left
