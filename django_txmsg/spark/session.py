@@ -9,12 +9,14 @@ because they need a JVM.
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,6 +61,8 @@ LOCAL = {
 #: code that it then hardly executes.
 SHORT = "-XX:TieredStopAtLevel=1"
 
+#: A run that has not ended after this time hangs, or was killed.
+LONGEST_RUN = dt.timedelta(days=1)
 #: Only the end of the process's error output is kept.
 LONGEST_ERROR = 500
 #: Runs after which the process is replaced, so that its memory cannot grow for ever.
@@ -195,15 +199,21 @@ class SparkProcess:
         self._errors: IO[bytes] | None = None
         self._words: tuple[str, ...] = ()
         self._read = self._runs = 0
+        self._since, self._error = 0.0, ""
 
     def start(self, job: str, *words: str) -> None:
         """Start a job with these command-line arguments."""
+        self._error = ""
         if self._process is None or self._process.poll() is not None:
             self.stop()
-            self._launch()
-        assert self._process is not None
+            try:
+                self._launch()
+            except OSError as error:
+                self._error = f"it cannot be started: {error}"
+        self.job, self._words, self._since = job, words, time.monotonic()
+        if self._process is None:
+            return  # poll() reports the error
         assert self._process.stdin is not None
-        self.job, self._words = job, words
         self._runs += 1
         spec = json.dumps(dataclasses.asdict(self.spec))  # with its secrets
         line = json.dumps({"spec": spec, "words": [job, *words]})
@@ -224,13 +234,19 @@ class SparkProcess:
     def poll(self) -> dict[str, Any] | None:
         """Return the result of the run if it has ended: the name of the `job`, and its
         facts or an `error`. Returns None if the run has not ended."""
-        if self._process is None or not self.job:
+        if not (job := self.job):
             return None
-        code = self._process.poll()
-        facts = self._answer()
-        if facts is None and code is None:
-            return None
-        job, self.job = self.job, ""
+        code = facts = None
+        if self._process is not None:
+            code, facts = self._process.poll(), self._answer()
+            if facts is None and code is None:
+                if time.monotonic() - self._since < LONGEST_RUN.total_seconds():
+                    return None
+                self._error = "it had not ended after a day, and was killed"
+        if self._error:
+            self.stop()
+            return {"job": job, "error": self._error}
+        self.job = ""
         if facts is None:
             facts = {
                 "job": job,
@@ -269,12 +285,13 @@ class SparkProcess:
 
     def stop(self) -> None:
         """End the process. This is safe during a run: the next run repeats its work."""
+        files = [self._out, self._errors]
         if self._process is not None:
+            files.append(self._process.stdin)
             self._process.kill()  # SIGTERM would not end a suspended process
             self._process.wait()
-            for one in (self._process.stdin, self._out, self._errors):
-                assert one is not None
-                with suppress(OSError):  # what the ended process has not read
-                    one.close()
+        for one in filter(None, files):
+            with suppress(OSError):  # what the ended process has not read
+                one.close()
         self._process, self.job = None, ""
         self._read = self._runs = 0

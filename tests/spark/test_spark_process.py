@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from django_txmsg.spark import session
 from django_txmsg.spark.session import SparkProcess
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
@@ -143,3 +144,16 @@ def test_a_suspended_process_is_ended(beside: Callable[..., SparkProcess]) -> No
         os.kill(pid, signal.SIGKILL)
     stopping.join()
     assert not left
+
+
+def test_a_run_that_never_ends_is_killed_and_reported(
+    beside: Callable[..., SparkProcess], monkeypatch
+) -> None:
+    one = beside()
+    one.start("verify")
+    [process] = children()
+    os.kill(process, signal.SIGSTOP)
+    assert one.poll() is None
+    monkeypatch.setattr(session, "LONGEST_RUN", timedelta(0))
+    assert "had not ended after a day" in answer(one)["error"]
+    assert not children()
