@@ -455,11 +455,11 @@ def test_standby_reports_that_the_database_is_back(
     assert "The database is back" in said[1]
 
 
-def test_a_concurrent_archive_is_not_reported_as_a_lake_outage(
+def test_a_concurrent_archive_is_reported_as_a_standstill_and_no_lake_outage(
     log: Log, lake: LakeSpec
 ) -> None:
     log.send_many(5)
-    options = replace(OPTIONS, away=timedelta(0))
+    options = replace(OPTIONS, away=timedelta(0), stuck_after=timedelta(0))
     said: list[str] = []
     stop = threading.Event()
     spec = JobSpec((log.spec,), lake)
@@ -483,8 +483,40 @@ def test_a_concurrent_archive_is_not_reported_as_a_lake_outage(
         stop.set()
         working.join()
 
-    assert firing == []
-    assert [line[:36] for line in said] == ["Another archive, sweep or erasure of"]
+    [standstill] = firing
+    assert (standstill.name, standstill.bound) == ("standstill", 0)
+    assert standstill.summary == said[0]
+    assert said[0].startswith("Another archive, sweep or erasure of")
+    assert [line[:20] for line in said[1:]] == [
+        "firing: standstill: ", "resolved: standstill"
+    ]  # fmt: skip
+
+
+def test_job_that_cannot_be_started_is_reported_and_holds_up_no_alert(
+    make_log: Callable[..., Log], lake: LakeSpec, monkeypatch
+) -> None:
+    log: Log = make_log("sqlite")
+    late = datetime.now(timezone.utc) - timedelta(hours=1)
+    log.send([{"created_at": late, "dispatched_at": None}])
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    options = replace(OPTIONS, reconcile_every=timedelta(hours=1))
+    said: list[str] = []
+    stop = threading.Event()
+    spec = JobSpec((log.spec,), lake)
+    with receiver() as taking:
+        follower = Follower(spec, options, Webhook(taking.url), stop, say=said.append)
+        working = threading.Thread(target=follower.work)
+        working.start()
+        try:
+            wait_until(lambda: len(taking.taken) == 2, deadline=60)
+        finally:
+            stop.set()
+            working.join()
+
+    lag, failed = taking.taken
+    assert (lag["alert"], failed["alert"]) == ("lag", "reconcile")
+    assert "cannot be started" in failed["summary"]
+    assert not [line for line in said if "The database cannot be used" in line]
 
 
 def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> None:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,11 +29,12 @@ from ..lock import Archiving, Taken, following, storing
 from ..progress import Step, no_step
 from ..runs import Run, next_request, progressed, recorded
 from ..schemas import TABLES
-from ..session import SparkProcess
+from ..session import LONGEST_RUN, SparkProcess
 from ..spec import JobSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
 from .archive import ArchiveOptions, Archiver, ArchiveResult, ages, would_move
 from .outcome import Outcome, options_of
+from .stopping import run_until_stopped
 from .sweep import SweepOptions, run_sweep
 
 
@@ -108,57 +107,6 @@ class Outage:
         self.tries, self.error = 0, ""
 
 
-#: A run of `verify` that has not ended after this time was killed.
-LONGEST_VERIFY = dt.timedelta(days=1)
-#: Seconds that a stopped job waits for servers that do not answer.
-PATIENCE = 20.0
-
-
-def run_until_stopped(
-    work: Callable[[], None], stop: threading.Event, last: Callable[[], None]
-) -> None:
-    """Run `work` until it returns. The first SIGTERM or SIGINT sets `stop`, the second
-    ends the process. If a server does not answer within PATIENCE seconds after `stop`,
-    `last` is called, and the process exits with code 0.
-
-    `work` runs in a separate thread, so that signals are handled while it waits for a
-    server. Outside the main thread, this function handles no signals: the caller must
-    set `stop`.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        work()
-        return
-
-    def handle(number: int, frame: object) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        stop.set()
-
-    before = {
-        one: signal.signal(one, handle) for one in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="txmsg-follow")
-        done = pool.submit(work)
-        while not done.done() and not stop.is_set():
-            wait([done], timeout=0.2)
-        _end(done, last)
-        pool.shutdown()
-        done.result()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end(done: Future[None], last: Callable[[], None]) -> None:
-    wait([done], timeout=PATIENCE)
-    if not done.done():
-        last()
-        sys.stderr.write(f"follow: stopped without an answer after {PATIENCE:g} s.\n")
-        sys.stderr.flush()
-        os._exit(0)
-
-
 class Stopped(Exception):
     """Raised between two steps of a round when `follow` is stopped."""
 
@@ -190,7 +138,8 @@ class Follower:
         self._failures = 0
         #: The starts of the runs whose findings the alert `lost` has counted.
         self._counted: set[object] = set()
-        self._waiting = self._busy = False
+        self._waiting = False
+        self._busy, self._busy_since = "", 0.0
 
     def work(self) -> None:
         """Run rounds until stopped, or only one round if `once` is true. Raises
@@ -266,7 +215,8 @@ class Follower:
                 raise
             if not self._busy:
                 self.say(str(busy))
-            self._busy = True
+                self._busy_since = time.monotonic()
+            self._busy = str(busy)
         except Exception as error:
             connection.value("SELECT 1")  # is it the database that is away?
             connect_plain(self.source).close()
@@ -275,7 +225,7 @@ class Follower:
             self.store.failed(error)
         else:
             self.store.over()
-            self._busy = False
+            self._busy = ""
         refused = [line for done in found.values() for line in done.refused]
         rows = {name: done.rows for name, done in found.items()}
         run.rows += sum(rows.values())
@@ -336,10 +286,15 @@ class Follower:
     ) -> None:
         options, weigh = self.options, Alerts(connection, self.source.service).weigh
         weigh("database", 0, options.away.total_seconds(), "It answers.")
-        weigh(
-            "lake", self.store.seconds, options.away.total_seconds(),
-            self.store.error or "The archive goes on.",
-        )  # fmt: skip
+        stuck = options.stuck_after.total_seconds()
+        if self._busy:
+            seconds = time.monotonic() - self._busy_since
+            weigh("standstill", seconds, stuck, self._busy)
+        if self.store.tries or not self._busy:
+            weigh(
+                "lake", self.store.seconds, options.away.total_seconds(),
+                self.store.error or "The archive goes on.",
+            )  # fmt: skip
         if not self.store.tries and not self._busy:
             name, held = max(
                 ((name, done.held) for name, done in found.items()),
@@ -347,7 +302,7 @@ class Follower:
             )
             waiting = f"{held.rows:,} rows of {name} wait for {held.whom}"
             weigh(
-                "standstill", held.seconds, options.stuck_after.total_seconds(),
+                "standstill", held.seconds, stuck,
                 waiting if held.rows else "No row waits for a long transaction.",
             )  # fmt: skip
             weigh(
@@ -414,7 +369,7 @@ class Follower:
         if last is None:
             return
         if last.state == "running":
-            if connection.clock() - last.started_at < LONGEST_VERIFY:
+            if connection.clock() - last.started_at < LONGEST_RUN:
                 return
             wrong = f"It began at {last.started_at:%Y-%m-%d %H:%M} UTC and never ended."
         else:
