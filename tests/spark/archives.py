@@ -25,6 +25,12 @@ SMALL = ArchiveOptions(
 #: The same, with the next wave's files written while this one's rows are deleted.
 OVERLAPPING = replace(SMALL, overlap=True)
 
+#: The archive locks that are held in this database, on PostgreSQL.
+LOCKS = (
+    "FROM pg_locks WHERE locktype = 'advisory' AND granted AND database ="
+    " (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+
 
 def archive(
     spark: Any, log: Log, lake: LakeSpec, *, table: Table = OUTBOX, **more: Any

@@ -34,6 +34,7 @@ from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.storage import place_of
 from tests.faults import wait_until
 from tests.spark.archives import (
+    LOCKS,
     OVERLAPPING,
     SMALL,
     archive,
@@ -47,12 +48,6 @@ from tests.spark.conftest import ROOT, everywhere
 from tests.spark.log import LONG_AGO, Log
 
 NOW = datetime.now(timezone.utc)
-
-#: The archive locks that are held in this database.
-LOCKS = (
-    "FROM pg_locks WHERE locktype = 'advisory' AND granted AND database ="
-    " (SELECT oid FROM pg_database WHERE datname = current_database())"
-)
 
 
 @everywhere

@@ -22,7 +22,7 @@ from django_txmsg.spark.jobs.erase import (
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.sampling import sample
-from tests.spark.archives import archive, delta_rows, path_of
+from tests.spark.archives import LOCKS, archive, delta_rows, path_of
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import outcome, run
 
@@ -60,6 +60,30 @@ def log_of_a_person(log: Log) -> uuid.UUID:
           "fingerprint": ""}],
     )  # fmt: skip
     return ann
+
+
+def test_archiver_that_has_lost_its_lock_brings_no_erased_message_back(
+    spark, pg_log: Log, lake: LakeSpec
+) -> None:
+    pg_log.send_many(5)
+    archive(None, pg_log, lake)
+    erased = uuid.uuid4()
+    pg_log.send([{"message_id": erased}])
+
+    def erase(step: str) -> None:
+        if step == "committing":
+            pg_log.execute(f"SELECT pg_terminate_backend(pid) {LOCKS}")
+            words = ["erase", "--message-id", str(erased)]
+            assert run(JobSpec((pg_log.spec,), lake), *words)["messages"] == 1
+
+    with pytest.raises(EnvironmentFault, match="has changed the lake meanwhile"):
+        archive(None, pg_log, lake, on_step=erase)
+
+    assert str(erased) not in delta_rows(lake)["message_id"].to_pylist()
+    assert pg_log.count() == 0
+    pg_log.send_many(5)
+    archive(None, pg_log, lake)
+    assert delta_rows(lake).num_rows == 10
 
 
 @pytest.mark.parametrize("erased", ["before", "last"])

@@ -25,6 +25,7 @@ from pyspark.sql import types as t
 
 from ... import wire
 from ...rules import inbox
+from ..batchlog import BatchLog
 from ..connection import Connection, connect_plain
 from ..engine import spread
 from ..errors import UsageError
@@ -33,7 +34,7 @@ from ..lakefile import FILE, LakeFile, rows_of
 from ..ledger import Ledger
 from ..lock import erasure, keeping
 from ..runs import Run, erasing
-from ..schemas import TABLES, arrow_schema, struct_of
+from ..schemas import TABLES, Table, arrow_schema, struct_of
 from ..source.snapshot import remove_left_copies
 from ..spec import JobSpec, LakeSpec
 from ..storage import place_of
@@ -279,6 +280,8 @@ def run_erase(
                 ledger = stack.enter_context(closing(Ledger(source, table)))
                 # No archive may add messages after they were looked up.
                 stack.enter_context(ledger.lock())
+                if lake is not None and not given.dry_run:
+                    _fence(lake, source.service, table)
             connection = stack.enter_context(closing(connect_plain(source)))
             stack.enter_context(keeping(connection, source))
             # No replay may store a message again that it has read before.
@@ -312,6 +315,13 @@ def run_erase(
     run.rows = done.database.total() + done.lake.total()
     run.counts = dict(done.__dict__)
     return done
+
+
+def _fence(lake: Lake, service: str, table: Table) -> None:
+    """Prevent an archiver that has lost its lock from adding batches to the lake."""
+    log = BatchLog(lake, service, table)
+    if log.identity:
+        log.enter(log.last + 1)
 
 
 def _named_in(
