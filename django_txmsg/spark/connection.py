@@ -57,12 +57,9 @@ class Connection:
                 yield
             return
         self._run("BEGIN IMMEDIATE", ())
-        try:
+        with self.raw:  # rolls back, unless SQLite has done so by itself
             yield
-        except BaseException:
-            self._run("ROLLBACK", ())
-            raise
-        self._run("COMMIT", ())
+            self._run("COMMIT", ())
 
     def many(self, sql: str, lines: Iterable[Sequence[Any]]) -> None:
         """Run a statement once for each row of values. Call it inside a transaction."""

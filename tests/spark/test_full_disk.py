@@ -73,6 +73,18 @@ def test_an_archive_without_room_leaves_no_files(
     assert log.count() == 120
 
 
+def test_full_disk_is_the_reported_reason_of_a_failed_transaction(make_log) -> None:
+    """SQLite itself rolls the transaction back."""
+    log: Log = make_log("sqlite")
+    with log.connected() as connection:
+        connection.execute("PRAGMA max_page_count = 1")  # no more than there are
+        with (
+            pytest.raises(EnvironmentFault, match="database or disk is full"),
+            connection.transaction(),
+        ):
+            connection.execute("CREATE TABLE large AS SELECT zeroblob(1000000)")
+
+
 def test_a_join_and_a_rewriting_without_room_leave_no_files(
     spark: object, make_log, disk: services.SmallDisk
 ) -> None:
