@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from .errors import EnvironmentFault, UsageError
@@ -27,7 +28,16 @@ from .errors import EnvironmentFault, UsageError
 SESSION = (
     "-c lock_timeout=60s -c timezone=UTC -c jit=off -c statement_timeout=0"
     " -c idle_in_transaction_session_timeout=0 -c idle_session_timeout=0"
+    # If our machine vanishes, the server releases our locks after two minutes.
+    " -c tcp_keepalives_idle=60 -c tcp_keepalives_interval=10"
+    " -c tcp_keepalives_count=6"
 )
+#: libpq's parameters with which a session notices within two minutes that the server's
+#: machine has vanished. The address may contain others.
+_NETWORK: dict[str, Any] = {
+    "connect_timeout": 10, "keepalives_idle": 60, "keepalives_interval": 10,
+    "keepalives_count": 6, "tcp_user_timeout": 60_000,
+}  # fmt: skip
 
 
 #: Known names of storage options with secrets.
@@ -39,6 +49,13 @@ def hidden(text: str) -> str:
     # A password may contain an unencoded @ or slash; a host cannot.
     text = re.sub(r"(\w://[^\s:/@'\"]*):[^\s'\"]*@", r"\1@", text)
     return re.sub(r"(\w://[^\s?'\"]*)\?[^\s'\"]*password=[^\s'\"]*", r"\1", text)
+
+
+def without_password(url: str) -> str:
+    """Return the address of a database without its password, which may contain quotes
+    and blanks."""
+    url = re.sub(r"^(\w+://[^:/@]*):[^/]*@", r"\1@", url)
+    return hidden(re.sub(r"\?.*password=.*", "", url, flags=re.DOTALL))
 
 
 def digest(value: str) -> str:
@@ -102,7 +119,7 @@ class SourceSpec:
     @property
     def shown(self) -> str:
         """The address without the password, for messages and run records."""
-        return hidden(self.url)
+        return without_password(self.url)
 
     def reading(self) -> SourceSpec:
         """Return the source to read from: the replica if there is one, otherwise this
@@ -117,7 +134,7 @@ class SourceSpec:
         shown, named = self.shown, self.password_env
         if shown != self.url and not named:
             named = password_variable(self.service)
-        reader, its = hidden(self.reader_url), self.reader_password_env
+        reader, its = without_password(self.reader_url), self.reader_password_env
         if reader != self.reader_url and not its:
             its = password_variable(f"{self.service}_reader")
         return dataclasses.replace(
@@ -133,11 +150,11 @@ class SourceSpec:
         """
         from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-        given = conninfo_to_dict(self.url)
-        options = f"{given.get('options') or ''} {SESSION}".strip()
-        password = self.resolved().password
-        more = {} if password is None else {"password": password}
-        return make_conninfo(self.url, connect_timeout=10, options=options, **more)
+        known = _NETWORK | conninfo_to_dict(self.url)
+        known["options"] = f"{known.get('options') or ''} {SESSION}".strip()
+        if (password := self.resolved().password) is not None:
+            known["password"] = password
+        return make_conninfo("", **known)
 
     def resolved(self) -> SourceSpec:
         """Return this source with its password, for a task that runs with another

@@ -163,6 +163,7 @@ def test_a_job_connects_as_the_alias_does(monkeypatch) -> None:
         "OPTIONS": {
             "sslmode": "verify-full",
             "sslpassword": "hidden",
+            "keepalives_idle": 5,
             "options": "-c search_path=tenant -c statement_timeout=5s",
             "assume_role": "the owner",
             "pool": True,
@@ -181,6 +182,7 @@ def test_a_job_connects_as_the_alias_does(monkeypatch) -> None:
     info = conninfo_to_dict(spec.conninfo())
     assert (info["host"], info["dbname"]) == ("h", "shop")
     assert info["sslmode"] == "verify-full"
+    assert (info["keepalives_idle"], info["tcp_user_timeout"]) == ("5", "60000")
     assert "pool" not in info
     theirs = "-c search_path=tenant -c statement_timeout=5s -c role=the\\ owner "
     assert info["options"] == f"{theirs}{SESSION}"

@@ -196,6 +196,8 @@ def test_a_condition_is_recorded_without_texts_that_may_name_a_person() -> None:
         "postgresql://u:pass@word@h:5432/db",
         "postgresql://u@h:5432/db?sslmode=require&password=pass@word",
         "postgresql://u:a/pass@word@h:5432/db",
+        "postgresql://u:an's pass word@h:5432/db",
+        "postgresql://u@h:5432/db?password=an's pass word",
     ],
 )
 def test_no_secret_is_written_down(address: str) -> None:
