@@ -56,8 +56,8 @@ def spoilt(path: str, error: object) -> SpoiltFile:
     """Return a SpoiltFile error for this file, with the reader's error in its
     message."""
     return SpoiltFile(
-        f"{path} cannot be read: {reason(error)}. Restore this file from a backup of "
-        "the lake; `pipeline verify` names all that are spoilt."
+        f"{path} cannot be read: {reason(error)}. Restore this file from a backup. If "
+        "it is a file of the lake, `pipeline verify` names all that are spoilt."
     )
 
 

@@ -75,19 +75,6 @@ class Brought(WriterCommitMessage):
     ids: int
 
 
-@dataclass(frozen=True)
-class Merged:
-    """The result of moving staged messages into the outbox."""
-
-    staged: int
-    stored: int
-
-    @property
-    def known(self) -> int:
-        """The number of messages that were already stored under this name."""
-        return self.staged - self.stored
-
-
 def attempt_key() -> str:
     """Return a unique key for this attempt of a Spark task."""
     context = TaskContext.get()
@@ -119,10 +106,11 @@ class Staging:
             store(connection, task, counted())
         return Brought(task, rows, ids % 2**128)
 
-    def merge(self, tasks: Sequence[Brought], *, rate: float = 0) -> Merged:
+    def merge(self, tasks: Sequence[Brought], *, rate: float = 0) -> int:
         """Take the rows that `tasks` have staged, and move them to the outbox, in one
-        transaction. Returns the number of staged rows and the number of stored rows. If
-        the run has stored its messages before, no row is stored again.
+        transaction. Returns the number of stored rows. If the run has stored its
+        messages before, no row is stored again. What other task attempts have staged is
+        deleted: these attempts failed, or were repeated or speculative.
 
         `rate` is the number of messages that become due per second. With 0, all are due
         immediately.
@@ -132,26 +120,22 @@ class Staging:
         """
         announced = sum(one.rows for one in tasks)
         ids = sum(one.ids for one in tasks) % 2**128
-        with closing(connect_plain(self.spec)) as connection:
-            try:
-                with connection.transaction():
-                    self._drop_void_attempts(connection, [one.task for one in tasks])
-                    staged = connection.value(
-                        f"SELECT count(*) FROM {_STAGED} WHERE run = %s", self.run
-                    )
-                    if staged != announced:
-                        raise EnvironmentFault(
-                            f"Run {self.run}: {announced} messages were announced and "
-                            f"{staged} are staged (did the database restart?). Nothing "
-                            "was stored: run again."
-                        )
-                    fresh = remember(connection, self.run, announced, f"{ids:032x}")
-                    stored = self._store(connection, rate) if fresh else 0
-                    self._clear(connection)
-            except UsageError:
-                self._clear(connection)
-                raise
-        return Merged(announced, stored)
+        names = [one.task for one in tasks] or [""]
+        theirs = f"run = %s AND task IN ({', '.join(['%s'] * len(names))})"
+        with closing(connect_plain(self.spec)) as connection, connection.transaction():
+            staged = connection.value(
+                f"SELECT count(*) FROM {_STAGED} WHERE {theirs}", self.run, *names
+            )
+            if staged != announced:
+                raise EnvironmentFault(
+                    f"Run {self.run}: {announced} messages were announced and {staged} "
+                    "are staged (did the database restart?). Nothing was stored: run "
+                    "again."
+                )
+            fresh = remember(connection, self.run, announced, f"{ids:032x}")
+            stored = self._store(connection, rate, theirs, names) if fresh else 0
+            self._clear(connection)
+        return stored
 
     def clear(self) -> None:
         """Delete the rows of this run from the staging table."""
@@ -200,18 +184,9 @@ class Staging:
             given = (map(connection.given, line.values()) for line in lines)
             connection.many(sql, ([self.run, task, *line] for line in given))
 
-    def _drop_void_attempts(self, connection: Connection, tasks: list[str]) -> None:
-        """Delete the rows that task attempts other than `tasks` have staged. These
-        attempts failed, or were repeated or speculative. Spark does not report them."""
-        found = connection.rows(
-            f"SELECT DISTINCT task FROM {_STAGED} WHERE run = %s", self.run
-        )
-        for task in {task for (task,) in found}.difference(tasks):
-            connection.execute(
-                f"DELETE FROM {_STAGED} WHERE run = %s AND task = %s", self.run, task
-            )
-
-    def _store(self, connection: Connection, rate: float) -> int:
+    def _store(
+        self, connection: Connection, rate: float, theirs: str, names: Sequence[str]
+    ) -> int:
         postgres = self.spec.vendor == "postgresql"
         now = due = connection.now
         place = "(row_number() OVER (ORDER BY position, id) - 1)"
@@ -226,11 +201,10 @@ class Staging:
         return connection.execute(
             f"INSERT INTO {_OUTBOX} ({fields}, replay_id, created_at, due_at, attempts,"
             f" last_error, service) SELECT {fields}, run, {now}, {due}, 0, '', %s"
-            f" FROM {_STAGED} WHERE run = %s ORDER BY position, id"
+            f" FROM {_STAGED} WHERE {theirs} ORDER BY position, id"
             " ON CONFLICT (message_id, replay_id) DO NOTHING",
-            self.spec.service,
-            self.run,
-        )
+            self.spec.service, self.run, *names,
+        )  # fmt: skip
 
 
 #: The id of a dead letter, and that of its message.

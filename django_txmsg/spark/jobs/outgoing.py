@@ -14,7 +14,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,10 +116,13 @@ def run_replay(
         chosen = choose(log, table, options, picked)
         if table is DEAD_LETTERS:
             return _redeliver(chosen, source, name, options, run)
-        if not options.dry_run:
-            _insist_on_proof(log, chosen)
+        unproven = 0 if options.dry_run else _insist_on_proof(log, chosen)
         rows = to_outbox_rows(chosen, run=name, mode=options.mode)
         stored = _store(rows, source, name, options.rate, options.dry_run, run)
+        if unproven:
+            stored.lines.append(
+                f"Archived batches that have no checksum to compare with: {unproven:,}."
+            )
         left = len(wanted) - stored.facts["chosen"]
         if left > 0 and not options.dry_run:
             raise UsageError(
@@ -218,17 +221,17 @@ def choose(
     return chosen
 
 
-def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> None:
-    """Verify the batches that contain the chosen archived messages. Raises
-    VerificationRefused if the lake does not match its log, for example if a batch has
-    another checksum."""
+def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> int:
+    """Verify the batches that contain the chosen archived messages. Return the number
+    of batches whose checksum the log does not have. Raises VerificationRefused if the
+    lake does not match its log, for example if a batch has another checksum."""
     if log.lake is None:
-        return
+        return 0
     rows = chosen.where("batch_id IS NOT NULL").select("batch_id").distinct().collect()
     batches = {row.batch_id for row in rows}
     delta, named = log.files_of(OUTBOX.name)
     if delta is None or not batches:
-        return
+        return 0
     files = [
         one for one in named if any(one.reaches(each - 1, each) for each in batches)
     ]
@@ -239,6 +242,7 @@ def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> None:
             "Nothing was stored, since the lake is not as it was: "
             + " ".join(found.problems)
         )
+    return found.unproven
 
 
 def _but_cancelled(frame: DataFrame, where: str) -> DataFrame:
@@ -273,16 +277,23 @@ def _store(
     if dry_run:
         return _shown(rows, name, run)
     staging = Staging(source.resolved(), name)
-    staged = rows.mapInArrow(partial(_stage, staging), _STAGED_TASK).collect()
-    tasks = [Brought(row.task, row.rows, int(row.ids, 16)) for row in staged]
-    merged = staging.merge(tasks, rate=rate)
-    facts = {"name": name, "chosen": merged.staged}
-    run.rows = merged.stored
-    run.counts = facts | {"stored": merged.stored, "known": merged.known}
-    lines = [f"{merged.stored:,} of {merged.staged:,} messages stored as {name}."]
-    if merged.known:
+    try:
+        staged = rows.mapInArrow(partial(_stage, staging), _STAGED_TASK).collect()
+        tasks = [Brought(row.task, row.rows, int(row.ids, 16)) for row in staged]
+        stored = staging.merge(tasks, rate=rate)
+    except BaseException:
+        with suppress(Exception):  # The first error is the one to report.
+            staging.clear()
+        raise
+    chosen = sum(one.rows for one in tasks)
+    known = chosen - stored
+    facts = {"name": name, "chosen": chosen}
+    run.rows = stored
+    run.counts = facts | {"stored": stored, "known": known}
+    lines = [f"{stored:,} of {chosen:,} messages stored as {name}."]
+    if known:
         lines.append(
-            f"{merged.known:,} were stored by {name} before. Give another --name "
+            f"{known:,} were stored by {name} before. Give another --name "
             "to store them once more."
         )
     return Outcome(lines, facts)
