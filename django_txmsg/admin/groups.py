@@ -84,13 +84,18 @@ class GroupPages(Pages):
         insist(may_note and self._admin.has_view_permission(request))
         using = router.db_for_write(FailureNote)
         above = request.POST.get("above", "")[:9]
+        fingerprint, lasts = given(request, "fingerprint"), request.POST.get("for", "")
+        duration = MUTES.get(lasts)
+        known = FailureNote.objects.using(using).filter(fingerprint=fingerprint).first()
+        if lasts == "unchanged" and known and known.muted_until:
+            duration = known.muted_until - clock(using)
         try:
             with audited(using):
                 note = FailureNote.objects.db_manager(using).keep(
-                    given(request, "fingerprint"),
+                    fingerprint,
                     note=given(request, "note"),
                     muted=request.POST.get("muted") == "1",
-                    duration=MUTES.get(request.POST.get("for", "")),
+                    duration=duration,
                     above=int(above) if above.isdecimal() else None,
                     by=request.user.get_username(),
                     seen=request.POST.get("seen"),

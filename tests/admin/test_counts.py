@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import random
+import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -481,6 +482,14 @@ def test_a_mute_ends_by_itself(admin_client: Client) -> None:
     assert (status.read().dead, status.read().muted) == (0, 1)
     page = admin_client.get("/admin/django_txmsg/deadletter/").content.decode()
     assert "ends" in page
+    # A change of the note keeps the end.
+    (lasts,) = re.findall(r'<option value="(\w+)" selected>until ', page)
+    note |= {"note": "until noon, ticket 7", "for": lasts}
+    admin_client.post("/admin/django_txmsg/deadletter/note/", note)
+    changed = FailureNote.objects.get()
+    assert changed.note == "until noon, ticket 7"
+    assert changed.muted_until is not None
+    assert abs((changed.muted_until - kept.muted_until).total_seconds()) < 30
 
     FailureNote.objects.update(muted_until=ago(seconds=1))
 
