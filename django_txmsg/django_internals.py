@@ -179,6 +179,12 @@ def hooks(connection: Any) -> Iterator[Callable[[], object]]:
     return (hook for _, hook, *_ in connection.run_on_commit)
 
 
+def has_ended(connection: Any) -> bool:
+    """Return whether no transaction is open. This is so when Django calls the hooks of
+    a commit, but not yet when Django drops the hooks of a rollback."""
+    return bool(connection.autocommit)
+
+
 def in_memory(connection: Any) -> bool:
     """Return whether the connection is to an in-memory SQLite of this process, as in
     the tests of a project on SQLite. Such connections do not wait for each other's

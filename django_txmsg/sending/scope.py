@@ -27,6 +27,7 @@ from ..django_internals import (
     LateAtomic,
     cause_of_rollback,
     depth,
+    has_ended,
     hear_rollbacks,
     in_block,
     is_broken,
@@ -122,10 +123,12 @@ class CommitHook:
     the hook, because the messages were rolled back, their numbers are free again.
 
     Python deletes the dropped hook at once. If something still refers to the hook, the
-    numbers stay taken.
+    numbers stay taken. They also stay taken if the transaction was committed, and an
+    earlier hook's error has kept Django from calling this hook.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alias: str) -> None:
+        self._connection: Any = connections[alias]
         #: A TestCase runs hooks in the middle of its transaction.
         self.called = False
         self.numbers: list[tuple[Numbers, int]] = []
@@ -134,7 +137,7 @@ class CommitHook:
         self.called = True
 
     def __del__(self) -> None:
-        if not self.called:
+        if not (self.called or has_ended(self._connection)):
             for numbers, number in self.numbers:
                 heapq.heappush(numbers.free, number)
 
@@ -156,7 +159,7 @@ class Numbers:
         if alias is not None and in_block(connections[alias]):
             hook = last_hook(connections[alias])
             if not isinstance(hook, CommitHook) or hook.called:
-                hook = CommitHook()
+                hook = CommitHook(alias)
                 connections[alias].on_commit(hook, robust=True)
             hook.numbers.append((self, number))
         return number

@@ -172,7 +172,7 @@ class AfterCommit(CommitHook):
     def __init__(
         self, alias: str, broker: str, owners: dict[uuid.UUID, Mapping[int, uuid.UUID]]
     ) -> None:
-        super().__init__()
+        super().__init__(alias)
         # Django logs a robust hook's name when it fails; an instance has none of its
         # own.
         self.__qualname__ = "django_txmsg.outbox"

@@ -605,3 +605,26 @@ def test_a_hook_that_sends_an_equal_message_loses_none() -> None:
         send(stage.destination)
         step(stage)
     assert OutboxMessage.objects.filter(destination="tests.next").count() == 2
+
+
+@pytest.mark.parametrize(("mode", "alias"), [("none", "default"), ("outbox", "other")])
+def test_a_hook_that_fails_after_the_commit_loses_no_later_message(
+    mode: Any, alias: str
+) -> None:
+    """Django then does not call the later hooks, although the first message is
+    committed. The second message is equal, but does not get its id."""
+
+    def fail() -> None:
+        raise ValueError
+
+    def handler(message: Message) -> None:
+        for _ in range(2):
+            with suppress(ValueError), transaction.atomic(using=alias):
+                transaction.on_commit(fail, using=alias)
+                send_message("tests.next", None, using=alias)
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        step(stage)
+    stored = OutboxMessage.objects.using(alias).filter(destination="tests.next")
+    assert stored.count() == 2
