@@ -123,7 +123,7 @@ def test_killed_erase_removes_all_of_a_person_and_nothing_else(
         killed += kill(process, lock.exists, dice.uniform(0, 8.0))
         run(spec, "erase", "--key", key)
         assert contents(spec, lake) == others
-        for name in erase.ORDER:
+        for name in erase.RELATIONS:
             assert_no_unnamed_files(lake, name)
         runs = [str(log.rows("SELECT * FROM django_txmsg_pipelinerun"))
                 for log in (shop, billing)]  # fmt: skip
@@ -177,7 +177,7 @@ def contents(spec: JobSpec, lake: LakeSpec) -> dict[str, list[str]]:
             if not re.search("pipelinerun|archivemark|sqlite_", name):
                 rows = log.rows(f"SELECT * FROM {name}")
                 found[f"{source.service} {name}"] = sorted(map(str, rows))
-    for name in erase.ORDER:
+    for name in erase.RELATIONS:
         place = Lake(lake).table(name, StructType([]))
         if place.load() is not None:
             # Batches have other numbers after each run; what they contain is the same.

@@ -41,19 +41,21 @@ from ..storage import place_of
 from .outcome import Outcome, job_session
 from .settling import rewritten
 
-#: Relations that belong to a table of the lake. The broker in the database stores a
-#: message's id in its headers.
-_RELATIONS = {
+#: The lake's tables with messages, in the order in which they are erased, and the
+#: relations that belong to each. The broker in the database stores a message's id in
+#: its headers.
+RELATIONS: dict[str, tuple[str, ...]] = {
     "attempts": ("django_txmsg_attempt", "django_txmsg_queuemessage"),
     # A task's run contains the task's return value.
     "inbox": ("django_txmsg_inboxmessage", "django_txmsg_taskrun"),
     "verdicts": ("django_txmsg_finding",),
-    "dead_letters": ("django_txmsg_deadletter",),
-    "outbox": ("django_txmsg_stagedmessage", "django_txmsg_outboxmessage"),
+    "journeys": (),
     # A branch has an answer, and a run's other rows have to be gone before it.
     "flow_steps": ("django_txmsg_flowstep",),
     "flow_undos": ("django_txmsg_flowundo",),
     "flow_runs": ("django_txmsg_branch", "django_txmsg_batch", "django_txmsg_run"),
+    "dead_letters": ("django_txmsg_deadletter",),
+    "outbox": ("django_txmsg_stagedmessage", "django_txmsg_outboxmessage"),
 }
 _QUEUE, _INBOX = "django_txmsg_queuemessage", "django_txmsg_inboxmessage"
 _OUTBOX, _RUN = "django_txmsg_outboxmessage", "django_txmsg_run"
@@ -103,7 +105,7 @@ def erase_rows(
     lake's table `name`. In a dry run, only count them. Returns the number of rows by
     database table."""
     counts: dict[str, int] = {}
-    for relation in _RELATIONS.get(name, ()):
+    for relation in RELATIONS[name]:
         counts[relation] = 0
         for part in _slices(ids):
             where = _where(connection, relation, part)
@@ -227,11 +229,6 @@ _IDS = {
     "flow_undos": ["message_id", "request_id"],
 }
 _ANY_TIME = dt.datetime.max.replace(tzinfo=dt.timezone.utc)
-#: The lake's tables with messages.
-ORDER = (
-    "attempts", "inbox", "verdicts", "journeys", "flow_steps", "flow_undos",
-    "flow_runs", "dead_letters", "outbox",
-)  # fmt: skip
 #: A new file, and the path of the file that it replaces.
 _REWRITTEN = struct_of("old string not null", FILE)
 
@@ -301,7 +298,7 @@ def run_erase(
             done.database[RESPONSES] += erase_responses(
                 connection, sorted(sessions), dry_run=given.dry_run
             )
-        for name in ORDER:
+        for name in RELATIONS:
             for service, connection in zip(services, databases, strict=True):
                 if lake is not None:
                     _from_lake(spark, lake, name, service, ids, given.dry_run, done)
