@@ -92,7 +92,7 @@ class Written:
 
 @dataclass
 class ArchiveResult:
-    """The result of an archive, with the seconds that each step took."""
+    """The result of an archive, with the seconds that writing and deleting took."""
 
     rows: int = 0
     batches: int = 0
@@ -238,7 +238,6 @@ class Archiver:
         return self.options.tasks or tasks_on(self.spark)
 
     def _planned(self, after: int) -> list[Batch]:
-        started = time.monotonic()
         wave: list[Batch] = []
         number = self.log.last
         while len(wave) < self._wave():
@@ -249,7 +248,6 @@ class Archiver:
                 break
             wave.append(batch)
             after = batch.last_id
-        self.result.spent("plan", started)
         return wave
 
     def _write(self, batches: Sequence[Batch]) -> list[Row]:
@@ -278,9 +276,6 @@ class Archiver:
         self, batches: Sequence[Batch], manifest: Sequence[Row]
     ) -> list[Written]:
         """Return the batches with their files, as described in the manifest."""
-        for one in {row.batch_id: row for row in manifest}.values():
-            self.result.seconds["task write"] += one.write_seconds
-            self.result.seconds["task proof"] += one.proof_seconds
         self.on_step("written")
         written = []
         for batch in batches:
@@ -297,7 +292,6 @@ class Archiver:
         lake."""
         if not written:
             return
-        started = time.monotonic()
         if not self.mark.lake_id:
             self.log.place.ensure()
             self.log.read()
@@ -313,7 +307,6 @@ class Archiver:
             )  # fmt: skip
             self.on_step("committed")
             self.progress.say(f"batch {one.batch.number} is in the lake")
-        self.result.spent("commit", started)
 
     def _purge(self, written: Sequence[Written]) -> None:
         """Delete from the database the rows of batches that the lake contains. The

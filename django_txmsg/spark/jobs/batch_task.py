@@ -5,7 +5,6 @@ The rows never enter the JVM. Only the manifest does, with one row for each file
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,12 +22,7 @@ from ..spec import LakeSpec
 from ..staging import attempt_key
 from ..storage import place_of
 
-MANIFEST = struct_of(
-    "batch_id long not null",
-    FILE,
-    "checksum string not null, write_seconds double not null, "
-    "proof_seconds double not null",
-)
+MANIFEST = struct_of("batch_id long not null", FILE, "checksum string not null")
 
 
 @dataclass
@@ -52,7 +46,6 @@ class BatchTask:
         columns = kept_columns(self.table, self.lake)
         place = place_of(self.lake)
         files, root = place.files, f"{place.root}/{self.table.name}"
-        started = time.monotonic()
         days = DayFiles(
             files, root, self.service, self.table.clock,
             f"{batch.token}-{attempt_key()}",
@@ -61,7 +54,6 @@ class BatchTask:
         for rows in read(self.table, columns, batch.where):
             days.write(rows)
         written = days.close()
-        wrote = time.monotonic()
         checksum = 0
         if self.prove:
             proof = prove(files, root, written, columns)
@@ -71,10 +63,7 @@ class BatchTask:
                     "written."
                 )
             checksum = proof.checksum
-        common = {
-            "batch_id": batch.number, "checksum": str(checksum),
-            "write_seconds": wrote - started, "proof_seconds": time.monotonic() - wrote,
-        }  # fmt: skip
+        common = {"batch_id": batch.number, "checksum": str(checksum)}
         return pa.RecordBatch.from_pylist(
             [one.report() | common for one in written], schema=arrow_schema(MANIFEST)
         )
