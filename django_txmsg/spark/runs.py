@@ -97,6 +97,21 @@ class Run:
         codes = {"clean": 0, "findings": 1, "requested": 3, "failed": 3, "refused": 4}
         return codes[self.state]
 
+    def row(self, state: str, finished_at: dt.datetime | None = None) -> dict[str, Any]:
+        """Return the record of this run, by column."""
+        return {
+            "id": self.id,
+            "job": self.job,
+            "state": state,
+            "run_by": run_by(),
+            "options": json.dumps(self.options, default=str),
+            "rows": self.rows,
+            "counts": json.dumps(self.counts, default=str),
+            "error": self.error,
+            "started_at": self.started_at,
+            "finished_at": finished_at,
+        }
+
     def results(self, lake: LakeSpec, service: str) -> Results:
         """Return a writer for the results of this run."""
         return Results(lake, service, self.id, self.started_at, self.makes_lake)
@@ -143,18 +158,13 @@ def recorded(
 
 
 def _insert(source: SourceSpec, run: Run, lake: str) -> None:
+    row = run.row("running") | {"service": source.service, "lake": lake}
+    row["id"] = uuid.UUID(run.id)
+    marks = ", ".join(["%s"] * len(row))
     with closing(connect_plain(source)) as connection:
         connection.execute(
-            f"INSERT INTO {_RUNS} (id, job, service, state, run_by, lake, options,"
-            " rows, counts, error, started_at)"
-            " VALUES (%s, %s, %s, 'running', %s, %s, %s, 0, '{}', '', %s)",
-            connection.given(uuid.UUID(run.id)),
-            run.job,
-            source.service,
-            run_by(),
-            lake,
-            json.dumps(run.options, default=str),
-            connection.given(run.started_at),
+            f"INSERT INTO {_RUNS} ({', '.join(row)}) VALUES ({marks})",
+            *map(connection.given, row.values()),
         )
 
 
@@ -276,16 +286,14 @@ def progressed(
     finished_at: dt.datetime | None = None,
 ) -> None:
     """Record the progress of a run, by default of one that has not ended yet."""
+    row = run.row(state, finished_at)
+    names = ("state", "rows", "counts", "error", "finished_at")
+    values = *(row[name] for name in names), uuid.UUID(run.id)
+    changes = ", ".join(f"{name} = %s" for name in names)
     with closing(connect_plain(source)) as connection:
         connection.execute(
-            f"UPDATE {_RUNS} SET state = %s, rows = %s, counts = %s, error = %s,"
-            " finished_at = %s WHERE id = %s",
-            state,
-            run.rows,
-            json.dumps(run.counts, default=str),
-            run.error,
-            connection.given(finished_at),
-            connection.given(uuid.UUID(run.id)),
+            f"UPDATE {_RUNS} SET {changes} WHERE id = %s",
+            *map(connection.given, values),
         )
 
 
@@ -304,21 +312,5 @@ def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
         return
     if run.makes_lake and not changes:
         return
-    run.results(lake, spec.service().service).save_rows(
-        "runs",
-        RUN,
-        [
-            {
-                "id": run.id,
-                "job": run.job,
-                "state": run.state,
-                "run_by": run_by(),
-                "options": json.dumps(run.options, default=str),
-                "rows": run.rows,
-                "counts": json.dumps(run.counts, default=str),
-                "error": run.error,
-                "started_at": run.started_at,
-                "finished_at": dt.datetime.now(dt.timezone.utc),
-            }
-        ],
-    )
+    row = run.row(run.state, dt.datetime.now(dt.timezone.utc))
+    run.results(lake, spec.service().service).save_rows("runs", RUN, [row])
