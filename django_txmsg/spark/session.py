@@ -32,11 +32,7 @@ from .spec import JobSpec, hidden
 #: Settings that the jobs need, wherever they run.
 SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
-    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-    "spark.sql.parquet.compression.codec": "zstd",
     "spark.sql.python.filterPushdown.enabled": "true",
-    "spark.sql.adaptive.enabled": "true",
-    "spark.sql.execution.arrow.pyspark.enabled": "true",
     # A file named by the log is checked here, not in a task for each file.
     "spark.sql.sources.parallelPartitionDiscovery.threshold": "1000000",
 }
