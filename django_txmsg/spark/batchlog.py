@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
+from deltalake import DeltaTable
+
 from .connection import connect_plain
 from .errors import EnvironmentFault
 from .lake import CommitFailedError, Lake, NoLake, app_name
@@ -41,7 +43,13 @@ class BatchLog:
         entry in the lake."""
         delta = self.place.load()
         self.identity = "" if delta is None else str(delta.metadata().id)
-        self.last = 0 if delta is None else self.place.last(delta, self.app)
+        self.last = 0 if delta is None else self._last(delta)
+
+    def _last(self, delta: DeltaTable) -> int:
+        former = self.place.place.former
+        names = [one for one in former if former[one] == self.service]
+        apps = [app_name("archive", one, self.table.name) for one in names]
+        return max(self.place.last(delta, one) for one in (self.app, *apps))
 
     def enter(
         self,
@@ -54,7 +62,7 @@ class BatchLog:
         """Add the entry `number` to the log. Raises EnvironmentFault if another
         archiver has added an entry since `last`."""
         delta = self.place.ensure()
-        found = self.place.last(delta, self.app)
+        found = self._last(delta)
         if found != self.last:
             raise self.taken_over(f"its log is at {found}, not at {self.last}")
         try:

@@ -146,6 +146,10 @@ def add_jobs(
         "service that has several databases",
         **several, type=pair, metavar="NAME=URL",
     )  # fmt: skip
+    option(
+        "--former", "a name under which a service has archived; may be repeated",
+        **several, type=pair, metavar="NAME=OLD",
+    )  # fmt: skip
     option("--dry-run", "change nothing", **switch)
     option("--json", "one JSON object, for tools", **switch)
     option(
@@ -335,6 +339,9 @@ def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
     lake = spec.lake
     if given.lake:
         lake = dataclasses.replace(lake or LakeSpec(""), uri=given.lake)
+    if given.former and lake:
+        former = {old: present for present, old in given.former}
+        lake = dataclasses.replace(lake, former={**lake.former, **former})
     whole = tuple(chain.from_iterable(services.values()))
     return dataclasses.replace(spec, services=whole, lake=lake)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from typing import Any
@@ -178,12 +178,13 @@ class LakeTable:
         self, delta: DeltaTable | None = None, service: str = ""
     ) -> list[LakeFile]:
         """Return the files of `service` (by default, of all services) that the log
-        names at the version `delta` (by default, the current version)."""
+        names at the version `delta` (by default, the current version). A service has
+        its present name, even if it had another name when it archived."""
         delta = delta or self.load()
         if delta is None:
             return []
         actions = pa.table(delta.get_add_actions(flatten=True)).to_pylist()
-        found = map(_named, actions)
+        found = [_named(row, self.place.former) for row in actions]
         return [one for one in found if not service or one.service == service]
 
     def of_batches(self, service: str, after: int, until: int) -> list[LakeFile]:
@@ -325,12 +326,12 @@ def _partition(file: LakeFile) -> dict[str, str | None]:
     return {"service": file.service, "day": file.day.isoformat()}
 
 
-def _named(row: dict[str, Any]) -> LakeFile:
+def _named(row: dict[str, Any], former: Mapping[str, str]) -> LakeFile:
     low, high = row.get("min.batch_id"), row.get("max.batch_id")
     return LakeFile(
         # The log always has it URI-encoded.
         path=unquote(row["path"]),
-        service=row["partition.service"],
+        service=former.get(row["partition.service"], row["partition.service"]),
         day=row["partition.day"],
         size=row["size_bytes"],
         rows=row["num_records"] or 0,

@@ -178,6 +178,8 @@ class LakeSpec:
     uri: str = field(repr=False)
     keep_bodies: bool = True
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
+    former: Mapping[str, str] = field(default_factory=dict)
+    """Former names of services that have archived, each with the present name."""
 
     def public(self) -> LakeSpec:
         """Return this specification without secrets. The clients of object stores can

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -44,6 +44,7 @@ class Place:
     uri: str
     options: Mapping[str, str]
     local: bool
+    former: Mapping[str, str] = field(default_factory=dict)
 
     def delta(self, name: str) -> str:
         """Return the URI of a table for the Delta library."""
@@ -65,6 +66,10 @@ def place_of(spec: LakeSpec) -> Place:
     """Return the location of a lake. Raises EnvironmentFault for an invalid address,
     and for an address that pyarrow and the Delta library might interpret
     differently."""
+    return replace(_place_of(spec), former=spec.former)
+
+
+def _place_of(spec: LakeSpec) -> Place:
     options = dict(spec.storage_options)
     if spec.uri.startswith("/"):
         return _local(spec.uri, spec.uri, options)

@@ -134,6 +134,14 @@ def test_brokers_of_celery_are_named_to_reconcile() -> None:
     assert JobSpec.from_json(spec.to_json()).task_brokers == (("shop", "tasks"),)
 
 
+def test_former_names_of_the_service_are_names_in_its_lake() -> None:
+    renamed = {"SERVICE": "delivery", "FORMER_SERVICES": ("shipping",)}
+    with override_settings(TXMSG={**renamed, "LAKE": "s3://b/l"}):
+        lake = JobSpec.from_json(job_spec("default").to_json()).lake_spec()
+
+    assert lake.former == {"shipping": "delivery"}
+
+
 def test_settings_describe_the_lake(monkeypatch) -> None:
     options = {"AWS_SECRET_ACCESS_KEY": "hidden", "AWS_REGION": "here"}
     lake = {"URI": "s3://b/l", "STORAGE_OPTIONS": options, "KEEP_BODIES": False}

@@ -19,7 +19,7 @@ from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import OUTBOX, Table
-from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
+from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec, Subscription
 from django_txmsg.spark.transforms.journeys import SENT
 from tests.running import IMPATIENT, declared, send, step
 from tests.spark.archives import archive, delta_rows
@@ -263,6 +263,51 @@ def test_no_verdict_where_the_senders_outbox_is_pruned(spark, make_log) -> None:
 
         assert facts["counts"] == {"dead": 1, "unknown_sender": 1}
         assert facts["not_judged"] == 1
+
+
+def test_a_renamed_service_keeps_its_history(spark, make_log, lake: LakeSpec) -> None:
+    """`shipping` has archived, and is now `delivery`. Its batches go on, and the jobs
+    find its rows under both names."""
+    shop, other = make_log("sqlite"), make_log("sqlite", "shipping")
+    to, back, told, more = ids(4)
+    topic = "topic:orders.placed"
+
+    def sent(log: Log, one: uuid.UUID, destination: str = "orders.place") -> None:
+        log.send([{"message_id": one, "destination": destination, "key": "k",
+                   "created_at": NOW - DAY}])  # fmt: skip
+
+    def got(log: Log, one: uuid.UUID, **values: Any) -> None:
+        log.receive([{"message_id": one, "first_received_at": NOW - DAY, **values}])
+
+    def archived(source: SourceSpec, lake: LakeSpec) -> None:
+        run(JobSpec((source,), lake), "archive", "--older-than", "1h", "--no-vacuum")
+
+    sent(shop, to)
+    got(other, to)
+    sent(shop, told, topic)
+    got(other, told, stage="note", destination=topic)
+    sent(other, back)
+    got(shop, back, service="shipping")
+    declared = (Subscription(topic, "shipping", "note"),)
+    spec = JobSpec((shop.spec, other.spec), lake, subscriptions=declared)
+    assert run(spec, *JUDGE)["counts"] == {"ok": 3}
+    for log in (shop, other):
+        archived(log.spec, lake)
+
+    source = replace(other.spec, service="delivery")
+    renamed = replace(lake, former={"shipping": "delivery"})
+    declared = (Subscription(topic, "delivery", "note"),)
+    spec = JobSpec((shop.spec, source), renamed, subscriptions=declared)
+    assert run(spec, *JUDGE)["counts"] == {"ok": 3}
+    sent(other, more)
+    got(shop, more, service="delivery")
+    archived(source, renamed)
+    assert run(spec, *JUDGE)["counts"] == {"ok": 4}
+    alone = JobSpec((source,), lake)
+    own = ("--former", "delivery=shipping")
+    assert run(alone, "verify", *own)["problems"] == []
+    # Of its outbox `back` and `more` are left, under two names.
+    assert run(alone, "erase", "--key", "k", *own)["lake"]["outbox"] == 2
 
 
 @committing

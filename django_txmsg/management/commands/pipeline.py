@@ -121,7 +121,8 @@ def job_spec(alias: str) -> JobSpec:
     declared = stages.all_stages()
     unlogged = [one for one in declared if one.transaction in _UNLOGGED]
     if given is not None:
-        lake = LakeSpec(given.URI, given.KEEP_BODIES, given.STORAGE_OPTIONS)
+        former = dict.fromkeys(txmsg.FORMER_SERVICES, txmsg.SERVICE)
+        lake = LakeSpec(given.URI, given.KEEP_BODIES, given.STORAGE_OPTIONS, former)
         if given.READER and alias == DEFAULT_DB_ALIAS:
             source = _read_by(source, str(given.READER))
     return JobSpec(

@@ -11,7 +11,7 @@ import argparse
 import datetime as dt
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 
 from pyspark.sql import DataFrame
@@ -282,7 +282,11 @@ def kept_listeners(lake: Lake) -> list[Listener]:
     Spark."""
     table = lake.table("subscriptions", result_struct(EXPECTED))
     batches = rows_as(table.files, table.root, EXPECTED, table.named())
-    rows = (Listener(**row) for batch in batches for row in batch.to_pylist())
+    rows = [Listener(**row) for batch in batches for row in batch.to_pylist()]
+    for number, one in enumerate(rows):
+        service, _, stage = one.consumer.partition("/")
+        present = lake.place.former.get(service, service)
+        rows[number] = replace(one, consumer=f"{present}/{stage}")
     return known_listeners(rows)
 
 

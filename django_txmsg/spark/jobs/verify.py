@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -108,7 +108,7 @@ def read_back(
     done.problems += [f"{table.name}: {one}" for one in list(broken.values())[:SHOWN]]
     intact = [one for one in named if one.path not in broken]
     hurt = [one.batches for one in named if one.path in broken]
-    entries, changed = _entries(delta, named[0].service)
+    entries, changed = _entries(delta, named[0].service, lake.former)
     wrong = []
     batches = entries.keys() | sums.keys() if only is None else only
     for batch in sorted(batches):
@@ -126,17 +126,21 @@ def read_back(
 
 
 def _entries(
-    delta: DeltaTable, service: str
+    delta: DeltaTable, service: str, former: Mapping[str, str]
 ) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int] | None]]:
-    """Return the number of rows and the checksum of each batch, from the log. Also
-    return the ranges of batches from which rows were removed later."""
+    """Return the number of rows and the checksum of each batch of a service, from the
+    log. Also return the ranges of batches from which rows were removed later."""
     entries: dict[int, tuple[int, int]] = {}
     changed: list[tuple[int, int] | None] = []
     for commit in delta.history():
         noted: dict[str, Any] = json.loads(commit.get("txmsg") or "{}")
+        # Early entries of an erasure or a sweep do not name their service.
+        name = noted.get("service", service)
+        if former.get(name, name) != service:
+            continue
         if {"amended", "erased", "dropped_before"} & noted.keys():
             changed += [(low, high) for low, high in noted.get("touched", [[0, 2**62]])]
-        elif noted.get("service") == service and "checksum" in noted:
+        elif "checksum" in noted:
             entries[noted["batch"]] = noted["rows"], int(noted["checksum"])
     return entries, changed
 
