@@ -47,14 +47,16 @@ class Results:
     """A column that is true in rows which go to files of their own."""
 
     def save(
-        self, name: str, struct: t.StructType, frame: DataFrame, *, few: bool = False
+        self, name: str, struct: t.StructType, frame: DataFrame, *, few: int = 0
     ) -> None:
         """Write a DataFrame with one log entry, so that all rows become visible at the
-        same time. With `few`, the driver writes the rows, without Spark tasks."""
+        same time. If there are at most `few` rows, the driver writes them, without
+        Spark tasks."""
         if few:
-            rows = frame.select(*struct.fieldNames()).toArrow().to_pylist()
-            self.save_rows(name, struct, rows)
-            return
+            rows = frame.select(*struct.fieldNames()).limit(few + 1).toArrow()
+            if rows.num_rows <= few:
+                self.save_rows(name, struct, rows.to_pylist())
+                return
         Lake(self.lake, create=self.makes_lake)
         self._commit(name, struct, self.write(name, struct, frame))
 

@@ -10,6 +10,7 @@ import datetime as dt
 import getpass
 import json
 import socket
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -64,6 +65,7 @@ class Run:
     started_at: dt.datetime = field(
         default_factory=lambda: dt.datetime.now(dt.timezone.utc)
     )
+    """By the database's clock, if the run is recorded there."""
     rows: int = 0
     counts: dict[str, Any] = field(default_factory=dict)
     findings: bool = False
@@ -73,12 +75,21 @@ class Run:
     error: str = ""
     makes_lake: bool = True
     """Whether its results create a lake if there is none."""
+    _began: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
         """How long the run has taken so far."""
-        now = dt.datetime.now(dt.timezone.utc)
-        return (now - self.started_at).total_seconds()
+        return time.monotonic() - self._began
+
+    @property
+    def now(self) -> dt.datetime:
+        """The present time, by the clock of `started_at`."""
+        return self.started_at + dt.timedelta(seconds=self.seconds)
+
+    def start(self, connection: Connection) -> None:
+        """Take the start time from the database's clock."""
+        self.started_at, self._began = connection.clock(), time.monotonic()
 
     @property
     def state(self) -> str:
@@ -147,8 +158,7 @@ def recorded(
             raise
         finally:
             try:
-                finished_at = dt.datetime.now(dt.timezone.utc)
-                progressed(source, run, run.state, finished_at)
+                progressed(source, run, run.state, run.now)
                 if spec.lake is not None:
                     _keep(run, spec, spec.lake)
             except Exception:
@@ -158,10 +168,11 @@ def recorded(
 
 
 def _insert(source: SourceSpec, run: Run, lake: str) -> None:
-    row = run.row("running") | {"service": source.service, "lake": lake}
-    row["id"] = uuid.UUID(run.id)
-    marks = ", ".join(["%s"] * len(row))
     with closing(connect_plain(source)) as connection:
+        run.start(connection)
+        row = run.row("running") | {"service": source.service, "lake": lake}
+        row["id"] = uuid.UUID(run.id)
+        marks = ", ".join(["%s"] * len(row))
         connection.execute(
             f"INSERT INTO {_RUNS} ({', '.join(row)}) VALUES ({marks})",
             *map(connection.given, row.values()),
@@ -171,6 +182,7 @@ def _insert(source: SourceSpec, run: Run, lake: str) -> None:
 def _take(source: SourceSpec, run: Run, lake: str) -> None:
     """Begin a requested run, even if an earlier try has failed or was killed."""
     with closing(connect_plain(source)) as connection:
+        run.start(connection)
         taken = connection.execute(
             f"UPDATE {_RUNS} SET state = 'running', lake = %s, started_at = %s,"
             " finished_at = NULL WHERE id = %s AND service = %s AND job = %s"
@@ -312,5 +324,5 @@ def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
         return
     if run.makes_lake and not changes:
         return
-    row = run.row(run.state, dt.datetime.now(dt.timezone.utc))
+    row = run.row(run.state, run.now)
     run.results(lake, spec.service().service).save_rows("runs", RUN, [row])

@@ -597,6 +597,29 @@ def test_findings_are_counted_once_if_a_check_falls_before_the_end_of_their_run(
         assert alerts.lost(connection, log.spec, LOST, counted)[0] == found
 
 
+def test_instants_that_are_compared_are_of_the_databases_clock(pg_log: Log) -> None:
+    """`follow` and `reconcile` may run on different hosts. The database's clock is an
+    hour behind theirs."""
+    name = pg_log.spec.url.rpartition("/")[2]
+    pg_log.execute(
+        "CREATE FUNCTION public.now() RETURNS timestamptz STABLE LANGUAGE sql AS"
+        " $$ SELECT pg_catalog.now() - interval '1 hour' $$"
+    )
+    pg_log.execute(f'ALTER DATABASE "{name}" SET search_path = public, pg_catalog')
+    with pg_log.connected() as connection:
+        Alerts(connection, "shop").weigh("lost", 1, 0, "One is lost.")
+        with recorded(JobSpec((pg_log.spec,)), "reconcile", {}) as run:
+            pass
+        now = connection.clock()
+        [at] = connection.rows(
+            "SELECT started_at, finished_at, since, checked_at FROM"
+            " django_txmsg_pipelinerun, django_txmsg_pipelinealert"
+        )
+    assert datetime.now(timezone.utc) - now > timedelta(minutes=59)
+    assert all(timedelta() <= now - one < timedelta(minutes=1) for one in at)
+    assert run.started_at == at[0]
+
+
 def test_findings_whose_count_could_not_be_stored_are_counted_at_the_next_check(
     log: Log, lake: LakeSpec
 ) -> None:

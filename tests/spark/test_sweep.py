@@ -23,7 +23,7 @@ from tests.spark.archives import (
     path_of,
 )
 from tests.spark.log import Log
-from tests.spark.running import run
+from tests.spark.running import outcome, run
 
 
 def sweep(log: Log, lake: LakeSpec, *words: str) -> dict[str, Any]:
@@ -74,6 +74,20 @@ def test_days_past_the_lakes_own_retention_are_dropped(
 
     assert 0 < dropped < 30
     assert len(set(delta_rows(lake)["day"].to_pylist())) == 30 - dropped
+
+
+def test_what_another_service_has_dropped_leaves_our_batches_proven(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    logs = make_log("sqlite"), make_log("sqlite", "payments")
+    for log in logs:
+        log.send_many(10)
+        archive(spark, log, lake)
+    assert sweep(logs[1], lake, "--keep", "1d")["dropped_days"] == 1
+
+    told = outcome(JobSpec((logs[0].spec,), lake), "verify").lines
+
+    assert "outbox: 1 files and 1 batches are as the log says." in told
 
 
 @pytest.mark.matrix

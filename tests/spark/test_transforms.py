@@ -301,6 +301,13 @@ def test_a_message_is_late_and_lost_from_when_it_was_due(spark) -> None:
         "next-week": "in_flight", "left-now": "in_flight", "left-again": "in_flight",
     }  # fmt: skip
 
+    strict = reconcile(
+        messages.where("message_id = 'tried-again'"), receipts, expected(spark),
+        horizon=T0 + ends, late_after=dt.timedelta(seconds=62),
+    )  # fmt: skip
+    [row] = strict.where("message_id = 'tried-again'").collect()
+    assert row.verdict == "ok"
+
 
 @pytest.mark.matrix
 def test_message_that_waits_too_long_is_a_finding(spark) -> None:

@@ -32,6 +32,14 @@ def test_a_row_on_its_way_into_the_lake_is_seen_once(spark: Any) -> None:
     )
 
 
+def test_a_row_that_differs_in_the_database_is_read_from_there(spark: Any) -> None:
+    rows = [("a", number, f"m{number}", None) for number in range(50)]
+    changed = [(*row[:3], "q") for row in rows]
+    frames = [spark.createDataFrame(one, ROWS) for one in (changed, rows)]
+    assertDataFrameEqual(whole_log(frames, ROWS), changed)
+    assertDataFrameEqual(whole_log(frames[::-1], ROWS), rows)
+
+
 def test_a_condition_on_the_lake_alone_is_left_to_its_files(
     spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -394,7 +394,11 @@ def _from_lake(
             delta,
             [one for one in fresh.values() if one.rows],
             replaced=fresh,
-            metadata={"erased": erased, "touched": touched(fresh)},
+            metadata={
+                "erased": erased,
+                "service": service,
+                "touched": touched(fresh),
+            },
         )
         _remove_unnamed(place, service)
 

@@ -251,8 +251,7 @@ def run_reconcile(
             journal = judging.changes(
                 listed, standing_findings(log), run.started_at, options.since
             )
-            few = sum(found.counts[kind] for kind in FINDINGS) <= MOST
-            results.save("verdicts", judging.CHANGE, journal, few=few)
+            results.save("verdicts", judging.CHANGE, journal, few=MOST)
             results.save_rows("reconciliation", judging.SUMMARY, summed)
             if listening.fresh:
                 rows = [dataclasses.asdict(one) for one in listening.fresh]

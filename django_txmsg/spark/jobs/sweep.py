@@ -183,7 +183,10 @@ def _tidy(place: LakeTable, service: str, options: SweepOptions, done: Swept) ->
         old = [one for one in place.named(delta, service) if one.day < oldest]
         done.dropped_days = len({one.day for one in old})
         if old and not options.dry_run:
-            dropped = {"dropped_before": oldest.isoformat(), "touched": touched(old)}
+            dropped = {
+                "dropped_before": oldest.isoformat(), "service": service,
+                "touched": touched(old),
+            }  # fmt: skip
             place.commit(delta, (), replaced=old, metadata=dropped)
     hours = int(options.replaced_older_than.total_seconds() // 3600)
     done.replaced = len(place.vacuum(hours, dry_run=options.dry_run))

@@ -39,7 +39,8 @@ def whole_log(
 
     Between the commit and the purge of a batch, its rows are both in the lake and in
     the database. Two such rows have the same service, id and message id. (If a message
-    is processed again, its new row has another id.)
+    is processed again, its new row has another id.) If they differ, the row of the
+    earlier frame is returned: give the database first.
 
     Pass twice=False if no row is in two frames. Then, and for a single frame,
     duplicates are not removed, so that filters can be pushed down to the files.
@@ -51,10 +52,18 @@ def whole_log(
         keys.append("stage")
     wanted = list(dict.fromkeys([*keys, *columns]))
     whole = reduce(
-        lambda one, other: one.unionByName(other),
-        [frame.select(*wanted) for frame in frames],
+        DataFrame.unionByName,
+        [
+            frame.select(*wanted, sf.lit(number).alias("_place"))
+            for number, frame in enumerate(frames)
+        ],
     )
-    return (whole.dropDuplicates(keys) if keys else whole).select(*columns)
+    if keys:
+        rest = [
+            sf.min_by(one, "_place").alias(one) for one in wanted if one not in keys
+        ]
+        whole = whole.groupBy(*keys).agg(*rest)
+    return whole.select(*columns)
 
 
 def with_cancelled(archived: DataFrame) -> DataFrame:

@@ -56,9 +56,6 @@ _COUNTS = ("stored", "died", "cancelled", "expire", "times_processed", "deliveri
            "tries")  # fmt: skip
 _TEXTS = frozenset(["sender", "consumer", "other_consumer", "broker", "told_by"])
 
-#: The most by which the relay postpones a message after a failed attempt.
-_BACKOFF = dt.timedelta(minutes=6)
-
 #: The key of a journey. A message to a queue has one, whatever consumes it: its pair is
 #: empty. A message to a topic has one for each row, `sent_us`, and those of its
 #: receipts have the consumer as their pair.
@@ -121,10 +118,15 @@ def departures(sent: DataFrame) -> DataFrame:
 
 def due_at() -> Column:
     """Return the earliest time at which a stored message could be sent. The column
-    `due_at` may be later, because each failed attempt postpones it."""
-    backoffs = sf.coalesce("attempts", sf.lit(0)) * int(_BACKOFF.total_seconds() * 1e6)
-    first = sf.timestamp_micros(sf.unix_micros("due_at") - backoffs)
-    return sf.greatest("created_at", first)
+    `due_at` may be later, because each failed attempt postpones it, by at most six
+    minutes. If that alone may explain why it is later, the message was due at once."""
+    failed = sf.coalesce("attempts", sf.lit(0))
+    due, stored = sf.unix_micros("due_at"), sf.unix_micros("created_at")
+    most = failed * 360_000_000
+    # The pauses begin with a second and double, give or take 15 %.
+    pauses = sf.least(most, (sf.pow(sf.lit(2.0), failed) - 1) * 1_150_000)
+    first = sf.when(due - most <= stored, stored).otherwise(due - pauses)
+    return sf.timestamp_micros(first.cast("long"))
 
 
 def arrivals(received: DataFrame) -> DataFrame:

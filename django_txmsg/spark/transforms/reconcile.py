@@ -335,7 +335,8 @@ def _verdict(by: Judgement) -> Column:
     # A message that was sent again is in flight, however old it is. So is a message
     # that has just left, however long its relay had to wait.
     due = sf.coalesce("due_again_at", "due_at", "received_at")
-    young = sf.greatest(due, "dispatched_at") >= limit
+    left = sf.greatest(due, "dispatched_at")
+    young = left >= limit
     foreign = ~sf.col("was_sent") & fits(sf.col("told_by"), by.external_senders)
     told_at = sf.coalesce("told_at", "received_at")
     kept = told_at >= of_service(sf.col("told_by"), by.outbox_from)
@@ -380,10 +381,7 @@ def _verdict(by: Judgement) -> Column:
         .when(sf.col("dispatched_at").isNull() | young, "in_flight")
         .when(elsewhere, "external")
         .when(sf.col("expires_at") < limit, "expired")
-        .when(
-            sf.greatest("dispatched_at", "due_again_at") >= _inbox_from(by),
-            "never_received",
-        )
+        .when(left >= _inbox_from(by), "never_received")
     )
 
 
