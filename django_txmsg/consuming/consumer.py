@@ -87,9 +87,8 @@ def _ask(
     def ask() -> None:
         ordering.notice(stage, between)
         if due:
-            ordering.ask(
-                stage, all(one.has_received(ordering.grace()) for one in threads)
-            )
+            received = all(one.has_received(ordering.grace()) for one in threads)
+            ordering.ask(stage, received, between)
         for room in {thread.room for thread in threads if thread.room is not None}:
             room.look()
 
@@ -308,14 +307,15 @@ class Consumer:
             self._recorded -= self._presence.refuse_rivals()
             self._look_at_beat = self._beats + BEATS
 
-    def _turned(self, using: str) -> None:
+    def _turned(self, using: str) -> bool:
         """Report that the thread that watches a database goes on. Write a heartbeat if
-        one is due."""
+        one is due. Returns whether the consumer must stop."""
         liveness.turned()
         if using == self._home and time.monotonic() >= self._beat_at:
             self._presence.beat(self.in_flight)
             self._beats += 1
             self._beat_at = time.monotonic() + self._settings.CONSUME.HEARTBEAT
+        return self._stop.is_set()
 
     def _all_done(self) -> bool:
         """Return whether nothing is left to do: the last query of every stage that is

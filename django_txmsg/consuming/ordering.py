@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from .. import conf, wire
 from ..models import InboxMessage, StageState
+from ..models.fields import clock
 from ..models.inbox_order import ASKED, ON_ITS_WAY
 from ..stages import Stage
 from .arrival import Arrival
@@ -151,11 +152,17 @@ def grace() -> float:
     return min(conf.get().ORDER_PATIENCE, ON_ITS_WAY)
 
 
-def ask(stage: Stage, received: bool = True) -> None:
+def ask(
+    stage: Stage,
+    received: bool = True,
+    between: Callable[[], object] = lambda: None,
+) -> None:
     """Check a stage's due waiting messages, and postpone those whose turn has not come.
     If the stage has `received` everything in its queue, also release messages that have
-    waited long enough for a missing predecessor."""
-    rows = InboxMessage.order.db_manager(stage.definition.using)
+    waited long enough for a missing predecessor. `between` is called between the
+    statements. If it returns True, the remaining messages are not checked."""
+    using = stage.definition.using
+    rows = InboxMessage.order.db_manager(using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
     if received:
         rows.expire_waits(
@@ -165,8 +172,11 @@ def ask(stage: Stage, received: bool = True) -> None:
             retention=None if keep is None else dt.timedelta(days=keep),
             link=wire.AFTER,
         )
-    while rows.ask(stage.name, skips=skips, soon=not received) == ASKED:
-        pass
+    # Read once: the first messages may be due again before the last one is checked.
+    until = clock(using)
+    while rows.ask(stage.name, until, skips=skips, soon=not received) == ASKED:
+        if between():
+            return
 
 
 def notice(stage: Stage, between: Callable[[], object]) -> None:

@@ -44,6 +44,8 @@ from .fields import (
 
 #: Seconds until a waiting message is rechecked, at first and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+#: Seconds at most while a stage is still receiving what is in its queue.
+SHORT_PAUSE = 5.0
 #: Number of waiting rows whose bytes are measured.
 MEASURED = 1000
 #: Waiting rows rechecked, and released, in one statement.
@@ -378,11 +380,14 @@ class OrderManager(SqlManager):
         ids, values = ids_sql(connections[self.db], "waits_for", messages)
         return self._release(stage, ids, values)
 
-    def ask(self, stage: str, *, skips: bool, soon: bool = False) -> int:
-        """Check a stage's due waiting rows again, and postpone the rows whose turn has
-        not come. Returns the number of postponed rows. The longer a row has waited, the
-        longer it is postponed; with `soon`, every row is postponed for a second."""
-        longest = FIRST_PAUSE if soon else LONGEST_PAUSE
+    def ask(
+        self, stage: str, until: dt.datetime, *, skips: bool, soon: bool = False
+    ) -> int:
+        """Check a stage's waiting rows that were due at `until`, and postpone the rows
+        whose turn has not come. Returns the number of postponed rows, at most ASKED.
+        The longer a row has waited, the longer it is postponed; with `soon`, at most
+        for SHORT_PAUSE."""
+        longest = SHORT_PAUSE if soon else LONGEST_PAUSE
         connection, table = connections[self.db], self._table
         now, waited = now_sql(connection), "clock_timestamp() - o.waits_since"
         passed = passed_sql("c.waits_for", "c.stage", skips=skips)
@@ -398,12 +403,13 @@ class OrderManager(SqlManager):
                 f" max({FIRST_PAUSE}, min({longest}, {waited}))))"
             )
         # Read first, and changed only if unchanged since: a message that ended after
-        # this statement began has released it already.
-        return self._changed(
+        # this statement began has released it already. They are returned, because
+        # Python's `sqlite3` does not count what a statement with WITH has changed.
+        rows = self._rows(
             f"""
             WITH found AS MATERIALIZED (
                 SELECT c.id, c.due_at, {behind_sql("c")} AS behind FROM {table} c
-                WHERE c.stage = %s AND c.due_at <= {began_sql(connection)}
+                WHERE c.stage = %s AND c.due_at <= %s
                   AND {waits_sql("c")} AND NOT {passed}
                 ORDER BY c.due_at, c.id LIMIT {ASKED})
             UPDATE {table} AS o
@@ -413,9 +419,11 @@ class OrderManager(SqlManager):
                 SELECT i.id FROM {table} i JOIN found ON found.id = i.id
                 WHERE i.due_at = found.due_at AND {waits_sql("i")}
                 {skip_locked_sql(connection) and "FOR UPDATE OF i SKIP LOCKED"})
+            RETURNING id
             """,  # noqa: S608 - constants only
-            [stage],
+            [stage, prepared(self.model, "due_at", until, connection)],
         )
+        return len(rows)
 
     def expire_waits(
         self,

@@ -6,7 +6,8 @@ from __future__ import annotations
 import io
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,7 @@ from django_txmsg.models import (
     KeyTail,
     OutboxMessage,
     StageState,
+    inbox_order,
 )
 from django_txmsg.models.bulk_operation import BulkKind
 from django_txmsg.models.queue import QueueMessage, QueueSubscription
@@ -592,6 +594,47 @@ def due_now() -> None:
     InboxMessage.objects.filter(waits_for__isnull=False, due_at__year__lt=8999).update(
         due_at=Now()
     )
+
+
+def test_waiting_messages_that_are_due_again_are_not_rechecked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    statements = 0
+
+    def between() -> None:
+        nonlocal statements
+        statements += 1
+        assert statements < 100
+
+    with three_blocked_keys() as stage:
+        for name, value in (("FIRST_PAUSE", 0.0), ("SHORT_PAUSE", 0.0), ("ASKED", 2)):
+            monkeypatch.setattr(inbox_order, name, value)
+        monkeypatch.setattr(ordering, "ASKED", 2)
+        ordering.ask(stage, received=False, between=between)
+        assert statements >= 1
+        assert waiting(stage) == 3
+
+
+def test_a_consumer_that_stops_rechecks_no_more_waiting_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (inbox_order, ordering):
+        monkeypatch.setattr(module, "ASKED", 2)
+    with three_blocked_keys() as stage:
+        ordering.ask(stage, between=lambda: True)
+        assert InboxMessage.objects.filter(due_at__lte=Now()).count() == 1
+
+
+@contextmanager
+def three_blocked_keys() -> Iterator[stages.Stage]:
+    """Each key has an open dead letter, and one message that waits behind it."""
+    with declared(refusing(0), ordered="block") as stage:
+        for key in "abc":
+            send_chain(stage.destination, [0, 1], key)
+        step(stage, times=6)
+        assert DeadLetter.objects.count() == waiting(stage) == 3
+        due_now()
+        yield stage
 
 
 def printed(name: str, *arguments: str) -> str:
