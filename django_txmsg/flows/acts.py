@@ -45,7 +45,7 @@ class Given:
 
 def _resume(run: Run, given: Given) -> str:
     assert run.turn is not None  # it waits
-    step = sending.declaration_of(run).step(run.step)
+    step = sending.awaited_step(run)
     value = None if step.takes_nothing else _argument(step, given)[1]
     sending.resume(wire.ticket(run.run_id, run.turn), value)
     return "Resumed"

@@ -18,7 +18,7 @@ from ..models.fields import clock
 from ..models.run import WaitsFor
 from ..sending.outbox import require_transaction
 from ..sending.scope import current_scope
-from .declaration import Declaration, declarations
+from .declaration import Declaration, Step, declarations
 from .values import Cancelled, deadline_id
 
 #: The prefix of a signal's turn.
@@ -87,8 +87,10 @@ def resume(token: str, value: object = None) -> None:
 
     `value` is the step's argument. Raises AlreadyResumed if the run was resumed before,
     if its deadline has passed, or if the run has continued in another way. Raises
-    InvalidMessage for a value of another type. Raises FlowError in a stage whose
-    `transaction` is not "outbox", except inside an outbox session.
+    InvalidMessage for a value of another type. Raises FlowError if this process does
+    not have the step for which the run waits, because newer code has asked. Also raises
+    FlowError in a stage whose `transaction` is not "outbox", except inside an outbox
+    session.
     """
     try:
         run_id, turn = wire.read_ticket(token)
@@ -103,8 +105,7 @@ def resume(token: str, value: object = None) -> None:
             break
     else:
         raise AlreadyResumed(_RESUMED)
-    declared = declaration_of(run)
-    taken = declared.step(run.step)
+    declared, taken = declaration_of(run), awaited_step(run)
     insist_on_one_transaction(using, declared.steps_name)
     with transaction.atomic(using=using):
         # The update locks the row, as storing its time-out does.
@@ -161,3 +162,16 @@ def declaration_of(run: Run) -> Declaration:
         f"Flow {run.flow!r} is not declared in this process. Import its module in the "
         "stages module of an app."
     )
+
+
+def awaited_step(run: Run) -> Step:
+    """Return the step for which a run waits. Raises FlowError if this process does not
+    have the step."""
+    steps = declaration_of(run).steps
+    if run.step not in steps:
+        raise FlowError(
+            f"Run {run.run_id} waits for step {run.step!r} of flow {run.flow!r}, which "
+            f"this process does not have. Try again when the code with that step is "
+            f"deployed everywhere."
+        )
+    return steps[run.step]

@@ -19,6 +19,7 @@ from django.db.models import F, Model
 from django_txmsg import (
     Destination,
     Message,
+    RedeliveryPolicy,
     Refuse,
     message_type,
     outbox_session,
@@ -1200,6 +1201,47 @@ def test_what_waits_for_newer_code_continues_with_it(waits: str) -> None:
         with at_hand(Newer):
             drain()
     assert answered(run) == "well"
+
+
+@shelved
+class Brief(Flow[Pack, str], name="shop.growing", within=None):
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        return "at once"
+
+
+@shelved
+class Patient(Flow[Pack, str], name="shop.growing", within=None):
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        return self.wait(then=self.approved)
+
+    @step
+    def approved(self, yes: bool) -> Next[str]:
+        return str(yes)
+
+
+def test_stage_that_resumes_a_run_of_newer_code_is_redelivered() -> None:
+    def approve(pack: Pack) -> None:
+        resume(pack.how, True)
+
+    approvals = Destination("tests.approve", Pack)
+    policy = RedeliveryPolicy(initial_delay=30.0)
+    with declared(approve, approvals, name="tests.approve", redelivery=policy):
+        with at_hand(Patient):
+            with transaction.atomic():
+                run = start(Patient, Pack("1"))
+            drain()
+            run.refresh_from_db()
+            assert run.turn is not None
+            with transaction.atomic():
+                token = wire.ticket(run.run_id, run.turn)
+                send_message(approvals, Pack("1", token))
+        with at_hand(Brief), pytest.raises(FlowError, match="approved"):
+            drain()
+        with at_hand(Patient):
+            drain(ahead=dt.timedelta(minutes=1))
+    assert answered(run) == "True"
 
 
 def test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not() -> None:
