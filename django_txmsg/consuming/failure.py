@@ -215,6 +215,8 @@ def postpone(
             needs=needs,
             slot=slot,
             key=key,
+            # A claim counts an attempt, and so does most recording.
+            uncounted=int(arrival.counted or arrival.token is not None),
         )
         if parked:
             return Postponed()

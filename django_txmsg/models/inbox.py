@@ -290,29 +290,27 @@ class InboxManager(SqlManager):
         needs: tuple[str, int] | None = None,
         slot: int | None = None,
         key: str = "",
+        uncounted: int = 0,
     ) -> bool:
-        """Keep the whole message in its row until it is due again in `delay` seconds.
+        """Keep the whole message in its row until it is due again in `delay` seconds,
+        and subtract `uncounted` from its number of attempts.
 
         `needs` names a message type and the oldest version of the code that can read
         it: workers with older code do not claim the message. `slot` is the slot for
-        which the message waits, in the line of `key`. A message that waits for newer
-        code or for a slot does not use up an attempt.
+        which the message waits, in the line of `key`.
 
         Returns False if the message is already processed or dead. Also returns False if
         its lease, `token`, has ended and another worker has claimed the message.
         """
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
-        # Its claim counted the attempt.
-        free = needs is not None or slot is not None
-        uncounted = int(free and token is not None)
         line, place = (", key = %s", [key]) if slot is not None else ("", [])
         return bool(
             self._changed(
                 f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
                 " headers = %s, body = %s, last_error = %s, lease_until = NULL,"
                 " lease_token = NULL, needs_type = %s, needs_version = %s, slot = %s,"
-                f" attempts = attempts - {uncounted}{line} WHERE id = %s"
+                f" attempts = attempts - %s{line} WHERE id = %s"
                 f" AND {OPEN.sql()}{held}",
                 [
                     later_value(connection, delay),
@@ -321,6 +319,7 @@ class InboxManager(SqlManager):
                     error,
                     *(needs or ("", None)),
                     slot,
+                    uncounted,
                     *place,
                     pk,
                     *fence,

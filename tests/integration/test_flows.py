@@ -67,7 +67,7 @@ from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
-from tests.running import committing, declared, put, running, send, ship
+from tests.running import committing, declared, put, running, send, ship, txmsg
 from tests.running import step as take
 from tests.shelved_flows import at_hand, shelved
 
@@ -1188,7 +1188,11 @@ def test_what_waits_for_newer_code_continues_with_it(waits: str) -> None:
     def told(pack: Pack) -> Told:
         return Told(pack.how)
 
-    with declared(told, tell, name="shop.tell"), ExitStack() as code:
+    with (
+        txmsg(REDELIVERY={"MAX_REDELIVERIES": 0}),
+        declared(told, tell, name="shop.tell"),
+        ExitStack() as code,
+    ):
         code.enter_context(at_hand(Newer if waits == "start" else Older))
         with transaction.atomic():
             run = start(Newer if waits == "start" else Older, Pack("1"))
@@ -1196,6 +1200,7 @@ def test_what_waits_for_newer_code_continues_with_it(waits: str) -> None:
         with at_hand(Older):
             drain()
         row = InboxMessage.objects.get(needs_version=2)
+        assert row.attempts == 0
         assert row.needs_type == {"start": "shop.aging", "reply": "tests.Told"}[waits]
         assert again(run).ended_at is None
         with at_hand(Newer):
