@@ -36,6 +36,7 @@ from ..consuming.arrival import (
     to_acknowledge,
 )
 from ..consuming.stage_middleware import prepared
+from ..envelope.failure import is_interrupt
 from ..envelope.message import Message
 from ..envelope.redelivery import Dead, RedeliverAfter
 from ..errors import DecodeError, Redeliver, Refuse
@@ -70,18 +71,20 @@ class Drained:
     redelivered: int = 0
     dead: int = 0
     tasks: int = 0
-    errors: list[Exception] = dataclasses.field(default_factory=list)
+    errors: list[BaseException] = dataclasses.field(default_factory=list)
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """Record an exception that the block raises, unless it is a Refuse, a Redeliver
-        or a DecodeError. In every case, raise the exception again."""
+        """Record an exception that the block raises, unless it is a Refuse, a Redeliver,
+        a DecodeError or the KeyboardInterrupt of a Ctrl-C. In every case, raise the
+        exception again."""
         try:
             yield
         except (Refuse, Redeliver, DecodeError):
             raise
-        except Exception as error:
-            self.errors.append(error)
+        except BaseException as error:  # pytest.fail() raises no Exception
+            if not is_interrupt(error):
+                self.errors.append(error)
             raise
 
     def note(self, outcome: Outcome) -> None:

@@ -155,6 +155,16 @@ class TestInsideATestCase(TestCase, Declares):
         assert letter.stage == "drained.poison"
         assert b"kept" in bytes(letter.body)
 
+    def test_failure_of_an_assertion_in_a_handler_is_raised(self) -> None:
+        def fail(message: Message) -> None:
+            pytest.fail("not this message")
+
+        self.stage(fail, "drained.failing")
+        send_message("drained.failing", None)
+
+        with pytest.raises(pytest.fail.Exception, match="not this message"):
+            drain()
+
     def test_verdicts_of_a_handler_are_not_raised(self) -> None:
         def refuse(message: Message) -> None:
             if message.body == "refuse":
