@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 
 from django.conf import settings
 from django.db import router
-from django.db.models import F, Q
+from django.db.models import F, Min, Q
 from django.db.models.functions import Now
 from django.test import override_settings
-from django.utils import timezone
 
 from .. import conf, stages
 from ..brokers import find_broker, get_broker
@@ -42,6 +41,7 @@ from ..envelope.redelivery import Dead, RedeliverAfter
 from ..errors import DecodeError, Redeliver, Refuse
 from ..flows.deadlines import Deadlines
 from ..models import InboxMessage, OutboxMessage, Run
+from ..models.fields import clock
 from ..models.inbox import Parked
 from ..models.outbox import PENDING
 from ..models.queue import QueueMessage
@@ -75,9 +75,9 @@ class Drained:
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """Record an exception that the block raises, unless it is a Refuse, a Redeliver,
-        a DecodeError or the KeyboardInterrupt of a Ctrl-C. In every case, raise the
-        exception again."""
+        """Record an exception that the block raises, and raise it again. A Refuse, a
+        Redeliver, a DecodeError and the KeyboardInterrupt of a Ctrl-C are only
+        raised."""
         try:
             yield
         except (Refuse, Redeliver, DecodeError):
@@ -108,9 +108,9 @@ def drain(
 ) -> Drained:
     """Dispatch stored messages and run the stages until no message is left.
 
-    `stages` names the stages to run. The default is all. With `ahead`, `drain()` also
-    processes the delayed messages, redeliveries and flow deadlines that become due
-    within this time.
+    `stages` names the stages to run. The default is all. With `ahead`, `drain()` acts
+    as if this much time passed: when nothing is left to do, it goes on to the time at
+    which the next delayed message, redelivery or flow deadline is due.
 
     With `raises`, `drain()` ends by raising the first exception of a handler. Refuse
     and Redeliver are never raised, because they are decisions of the handler. If a
@@ -127,7 +127,6 @@ def drain(
         stop_dispatchers(timeout=60)
         stop_notifiers(timeout=60)
         stack.enter_context(embedded())
-        until = timezone.now() + ahead
         workers = [_Worker(stage, drained) for stage in find(stages)]
         aliases = {router.db_for_write(OutboxMessage)}
         aliases |= {worker.using for worker in workers}
@@ -142,10 +141,9 @@ def drain(
             # subscriptions.
             stack.enter_context(worker.open())
         deadlines = Deadlines(sorted(aliases))
+        until = {alias: clock(alias) + ahead for alias in aliases}
         moved = True
-        while moved:
-            if ahead:
-                _hasten(aliases, ahead, until)
+        while moved or (ahead and _hasten(until)):
             deadlines.tick()
             sent = sum(lane.dispatch() for lane in lanes)
             handled = sum(worker.work(limit) for worker in workers)
@@ -303,20 +301,42 @@ def _is_consumable(alias: str) -> bool:
     return broker is None or broker.consumable
 
 
-def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:
-    """Subtract `ahead` from the due time of each row, if the due time is between now
-    and `until`. The rows keep their order."""
-    for alias in aliases:
-        later = Q(due_at__gt=Now(), due_at__lte=until)
-        earlier = F("due_at") - ahead
-        OutboxMessage.objects.using(alias).filter(PENDING, later).update(
-            due_at=earlier, expires_at=F("expires_at") - ahead
-        )
-        InboxMessage.objects.using(alias).filter(later).update(due_at=earlier)
-        Run.objects.using(alias).filter(later).update(due_at=earlier)
-        QueueMessage.objects.using(alias).filter(
-            available_at__gt=Now(), available_at__lte=until, lease_token=None
-        ).update(available_at=F("available_at") - ahead)
+def _hasten(until: dict[str, dt.datetime]) -> bool:
+    """Go on to the time at which the next row is due: subtract the time until then from
+    the times of all later rows. `until` maps each database to the time at which drain()
+    ends, and is changed likewise. Returns False if nothing is due until then."""
+    waits = [
+        first - clock(alias)
+        for alias, end in until.items()
+        for rows, due, *_ in _later(alias, end)
+        if (first := rows.aggregate(first=Min(due))["first"]) is not None
+    ]
+    if not waits:
+        return False
+    wait = min(waits)
+    for alias, end in until.items():
+        for rows, *columns in _later(alias, end):
+            rows.update(**{one: F(one) - wait for one in columns})
+        until[alias] = end - wait
+    return True
+
+
+def _later(alias: str, end: dt.datetime) -> list[tuple[Any, ...]]:
+    """Return the rows of a database that become due until `end`, as querysets, each
+    with the columns that contain times. The first column is the due time."""
+    due = Q(due_at__gt=Now(), due_at__lte=end)
+    available = Q(available_at__gt=Now(), available_at__lte=end)
+    outbox = OutboxMessage.objects.using(alias).filter(PENDING, due)
+    # A message that waits for its predecessor is released when the predecessor ends.
+    inbox = InboxMessage.objects.using(alias).filter(due, waits_for=None)
+    runs = Run.objects.using(alias).filter(due)
+    queue = QueueMessage.objects.using(alias).filter(available, lease_token=None)
+    return [
+        (outbox, "due_at", "expires_at"),
+        (inbox, "due_at"),
+        (runs, "due_at"),
+        (queue, "available_at"),
+    ]
 
 
 Body = TypeVar("Body")

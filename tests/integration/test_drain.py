@@ -204,7 +204,34 @@ class TestInsideATestCase(TestCase, Declares):
         assert drain().dispatched == 0
         drain(ahead=HOUR)
 
-        assert sorted(message.body for message in seen) == [20, 50]
+        assert [message.body for message in seen] == [20, 50]
+
+    def test_ahead_is_the_time_of_all_redeliveries_together(self) -> None:
+        attempts: list[int] = []
+
+        def fail(message: Message) -> None:
+            attempts.append(message.delivery_attempt)
+            raise ZeroDivisionError
+
+        policy = RedeliveryPolicy(initial_delay=10.0, backoff=1.0, jitter=0.0)
+        self.stage(fail, "drained.slowly", redelivery=policy)
+        send_message("drained.slowly", None)
+
+        drain(ahead=dt.timedelta(seconds=25), raises=False)
+
+        assert attempts == [1, 2, 3]
+
+    def test_ahead_does_not_deliver_what_waits_behind_a_dead_message(self) -> None:
+        def refuse(message: Message) -> None:
+            raise Refuse("never")
+
+        self.stage(refuse, "drained.blocked", ordered="block")
+        for number in (1, 2):
+            send_message("drained.blocked", number, key="k")
+
+        drained = drain(ahead=HOUR)
+
+        assert drained.dead == 1
 
     def test_a_topic_reaches_every_stage_that_listens(self) -> None:
         first: list[Message] = []

@@ -377,7 +377,7 @@ def test_a_join_closes_the_dead_letter_of_a_foreign_answer() -> None:
     drain("tour.flow.steps", raises=False)
     letter = DeadLetter.objects.get()
     assert (letter.reason, letter.correlation_id) == ("invalid_body", f"{ticket}/1")
-    drain(ahead=2 * HOUR)
+    drain("tour.flow.steps", "tour.forget", ahead=2 * HOUR)
     letter.refresh_from_db()
     assert (letter.resolution, letter.resolved_by) == ("discarded", undoing.GONE_ON)
 
@@ -387,7 +387,8 @@ def test_requests_that_have_not_left_expire_with_their_join() -> None:
     answer(1)
     take(stages.find(["tour.flow.steps"])[0])
     assert on_their_way() == 2
-    drain(ahead=2 * HOUR)
+    drain("tour.flow.steps", "tour.forget", ahead=2 * HOUR)
+    drain()
     assert amounts(run)[0] == 0
     assert not OutboxMessage.objects.filter(dispatched_at=None, dead_at=None).exists()
     assert "price 4" not in effects()

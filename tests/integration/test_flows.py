@@ -1249,6 +1249,17 @@ def test_stage_that_resumes_a_run_of_newer_code_is_redelivered() -> None:
     assert answered(run) == "True"
 
 
+def test_drain_ahead_of_a_deadline_answers_before_the_deadline_passes() -> None:
+    def told(pack: Pack) -> ToldBefore:
+        return ToldBefore(pack.how)
+
+    with declared(told, tell_before, name="shop.tell"), at_hand(Older):
+        with transaction.atomic():
+            run = start(Older, Pack("1"))
+        drain(ahead=2 * HOUR)
+    assert answered(run) == "well"
+
+
 def test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not() -> None:
     run = place("1")
     place("2")
