@@ -58,7 +58,8 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
     note = partial(_note_attempt, arrival, record, failure, duration)
     if isinstance(decision, Dead):
         return bury(arrival, decision.reason, failure, note)
-    signals.announce(
+    announce = partial(
+        signals.announce,
         signals.message_redelivered,
         id=message.id,
         destination=message.destination,
@@ -69,6 +70,7 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
     )
     if stage.policy.mode == "blocking":
         note()
+        announce()
         liveness.turned(decision.delay)
         if arrival.stop.wait(decision.delay):
             if arrival.token is not None:
@@ -81,6 +83,7 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
     if noted:
         note()  # first: a kill after the hand-back must not lose the attempt's error
         if _hand_back(arrival, record, decision.delay):
+            announce()
             return decision
 
     def park() -> Outcome:
@@ -99,7 +102,10 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
             note()
         return decision
 
-    return _durably(arrival, park)
+    outcome = _durably(arrival, park)
+    if outcome is decision:
+        announce()
+    return outcome
 
 
 def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from django_txmsg import Refuse
+from django_txmsg import Refuse, signals
 from django_txmsg.consuming.limits import Throttle
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import Dead, RedeliveryPolicy
@@ -65,6 +65,28 @@ def test_message_that_fails_twice_is_processed_at_the_third_attempt(
     assert sent_on() == 1
     assert Attempt.objects.count() == 2
     assert not DeadLetter.objects.exists()
+
+
+@modes
+@how
+def test_redelivery_is_announced_after_its_attempt_is_stored(
+    transaction: Any, mode: Any
+) -> None:
+    stored: list[tuple[int, bool]] = []
+
+    def listen(**kwargs: Any) -> None:
+        parked = InboxMessage.objects.filter(due_at__isnull=False).exists()
+        stored.append((Attempt.objects.count(), parked))
+
+    script = Script(ValueError("one"), None)
+    with declared(script, transaction=transaction, redelivery=policy(mode=mode)) as s:
+        send(s.destination)
+        signals.message_redelivered.connect(listen)
+        try:
+            step(s)
+        finally:
+            signals.message_redelivered.disconnect(listen)
+    assert stored == [(1, mode == "non_blocking")]
 
 
 @modes
