@@ -16,11 +16,11 @@ from django.db.models.functions import Now
 
 from .. import conf, wire
 from ..envelope import serializers
-from ..envelope.message import check_headers, new_id
+from ..envelope.message import carried, check_headers, new_id
 from ..errors import InvalidMessage, TxmsgError
 from ..models import BulkOperation, DeadLetter, InboxMessage, StopRequest, Worker
 from ..models.dead_letter import Resolution
-from ..models.fields import clock
+from ..models.fields import KEY_LENGTH, clock
 from ..models.outbox_store import NewMessage
 from ..models.worker import living
 from ..sending import answering, storing, undoing
@@ -240,7 +240,7 @@ def redeliver_copy(
         message_id=new_id(),
         broker=letter.broker,
         destination=letter.destination,
-        key=letter.headers.get(wire.KEY, ""),
+        key=_key(letter),
         correlation_id=letter.correlation_id,
         headers=_copied_headers(letter, headers),
         content_type=content_type,
@@ -311,7 +311,7 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
         [
             {
                 "id": one.pk,
-                "key": one.headers.get(wire.KEY, ""),
+                "key": _key(one),
                 "headers": wire.of_a_copy(one.headers),
                 "replay_id": f"dead-letter-{one.pk}-{one.deaths}",
                 "service": _sender(one),
@@ -325,6 +325,12 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
         by_broker.setdefault(by_message[message_id].broker, {})[pk] = message_id
     for broker, rows in by_broker.items():
         storing.after_commit(using, broker, new=rows)
+
+
+def _key(letter: DeadLetter) -> str:
+    """Return the message's key as the outbox can have it: the key of a foreign message
+    may be too long."""
+    return carried(letter.headers.get(wire.KEY, "")[:KEY_LENGTH])
 
 
 def _sender(letter: DeadLetter) -> str:

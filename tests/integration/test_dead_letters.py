@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -148,6 +149,19 @@ def test_a_copy_has_a_new_id_and_closes_the_original() -> None:
     assert handler.seen[-1].id == copy != sent.id
     letter.refresh_from_db()
     assert (letter.resolution, letter.replaced_by) == ("replaced", copy)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_long_key_of_a_foreign_message_is_cut_for_the_outbox(edited: bool) -> None:
+    headers = {"txmsg-id": str(uuid.uuid4()), "txmsg-key": "\U0001f600" + "k" * 300}
+    with declared(Stubborn()) as stage:
+        put(stage.destination, b"1", headers)
+        step(stage, times=3)
+    if edited:  # the stage is not declared here any more
+        resolution.redeliver_copy(DeadLetter.objects.get(), headers={}, body=b"2")
+    else:
+        assert resolve("redeliver").done == 1
+    assert OutboxMessage.objects.get().key == "\ufffd" + "k" * 254
 
 
 def test_many_of_one_failure_have_one_fingerprint() -> None:
