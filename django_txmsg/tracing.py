@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from itertools import groupby
 from typing import Any, Protocol
 
 from . import wire
+from .envelope.failure import name_of, text_of
 from .envelope.message import Message
 from .errors import ConfigurationError
 from .lazy_imports import needs
@@ -224,15 +225,13 @@ def _origin(headers: Mapping[str, str]) -> Any:
 def _failed(span: Any, error: BaseException) -> str:
     """Record an error in a span. Returns the error's type."""
     trace = _module("trace")
-    kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ != "builtins":
-        name = f"{kind.__module__}.{name}"
+    name = name_of(type(error))
     span.set_attribute("error.type", name)
-    text = str(error) if _texts else None
+    text = text_of(error) if _texts else None
     span.set_status(trace.Status(trace.StatusCode.ERROR, text))
     if _texts:
-        span.record_exception(error)
+        with suppress(BaseException):  # the error's own code may raise
+            span.record_exception(error)
     return name
 
 

@@ -40,7 +40,7 @@ class Failure:
         """Return the stored form of `error`. The fingerprint combines the type of the
         error with the module and function of the innermost application frame. The
         fingerprint contains no line number, so edits of the file do not change it."""
-        name = _name(type(error))
+        name = name_of(type(error))
         text = f"{name}: {text_of(error)}".rstrip(": ")
         way = _from_the_application(_traceback_of(error))
         trace = _foreign_text(
@@ -102,10 +102,11 @@ def _foreign_text(call: Callable[[], str], otherwise: str = "") -> str:
     try:
         return "".join([call()])
     except BaseException as failed:
-        return otherwise.format(_name(type(failed)))
+        return otherwise.format(name_of(type(failed)))
 
 
-def _name(kind: type[BaseException]) -> str:
+def name_of(kind: type[BaseException]) -> str:
+    """Return the name of an exception's class, with its module."""
     name = _foreign_text(lambda: f"{kind.__module__}.{kind.__qualname__}")
     return (name or _bare_name(kind)).removeprefix("builtins.")
 

@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from django_txmsg import send_message, send_messages, tracing, wire
+from django_txmsg import Refuse, send_message, send_messages, tracing, wire
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.errors import BrokerUnavailable
-from django_txmsg.models import OutboxMessage
+from django_txmsg.models import DeadLetter, OutboxMessage
 from tests.running import committing, declared, send, ship, step, txmsg
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
@@ -181,6 +181,29 @@ def test_texts_of_exceptions_are_in_spans_only_where_asked_for(
     assert span.status.status_code.name == "ERROR"
     assert span.attributes["error.type"] == "ValueError"
     assert ("4111" in span.to_json()) is texts
+
+
+class UnreadableRefusal(Refuse):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_refusal_without_a_readable_text_is_buried_at_once(
+    telemetry: Telemetry, texts: bool
+) -> None:
+    tracing.install(telemetry.provider, exception_texts=texts)
+
+    def refuses(message: object) -> None:
+        raise UnreadableRefusal
+
+    with declared(refuses) as stage, txmsg():
+        send(stage.destination, 1)
+        step(stage)
+
+    assert DeadLetter.objects.get().reason == "refused"
+    (span,) = telemetry.spans("process")
+    assert span.attributes["error.type"].endswith(".UnreadableRefusal")
 
 
 def test_stages_are_measured(telemetry: Telemetry) -> None:
