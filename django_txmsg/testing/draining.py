@@ -352,8 +352,6 @@ def answers(
     which each received request is appended. The test calls `drain()` inside the
     block."""
     real = [one for one in stages.all_stages() if one.destination == destination.name]
-    for one in real:
-        stages.unregister(one.name)
     came: list[Body] = []
 
     def answer(body: Any) -> Any:
@@ -363,10 +361,14 @@ def answers(
         return reply
 
     answer.__annotations__["body"] = destination.body
-    stages.stage(destination)(answer)
+    for one in real:
+        stages.unregister(one.name)
     try:
-        yield came
+        stages.stage(destination)(answer)
+        try:
+            yield came
+        finally:
+            stages.unregister(destination.name)
     finally:
-        stages.unregister(destination.name)
         for one in real:
             stages.register(one)

@@ -11,10 +11,25 @@ import pytest
 from django.db import transaction
 from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
 
-from django_txmsg import Message, Redeliver, RedeliveryPolicy, Refuse, send_message
+from django_txmsg import (
+    Destination,
+    Message,
+    Redeliver,
+    RedeliveryPolicy,
+    Refuse,
+    send_message,
+    stages,
+)
+from django_txmsg.errors import ConfigurationError
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.testing import ScriptedBroker, drain, embedded, outbox_messages
+from django_txmsg.testing import (
+    ScriptedBroker,
+    answers,
+    drain,
+    embedded,
+    outbox_messages,
+)
 from tests.app.models import Order
 from tests.celery_shop import add
 from tests.running import declared, txmsg
@@ -164,6 +179,17 @@ class TestInsideATestCase(TestCase, Declares):
 
         with pytest.raises(pytest.fail.Exception, match="not this message"):
             drain()
+
+    def test_answers_that_cannot_be_declared_leave_all_stages(self) -> None:
+        seen: list[Message] = []
+        self.stage(seen.append, "drained.other", name="drained.asked")
+        self.stage(seen.append, "drained.asked", name="drained.real")
+
+        asked = Destination("drained.asked", int, reply=int)
+        with pytest.raises(ConfigurationError, match="Two stages"), answers(asked, 1):
+            pass
+
+        assert len(stages.find(["drained.asked", "drained.real"])) == 2
 
     def test_verdicts_of_a_handler_are_not_raised(self) -> None:
         def refuse(message: Message) -> None:
