@@ -218,7 +218,9 @@ def foreign_id(service: str, broker_message_id: str) -> uuid.UUID:
     Such an id does not detect every duplicate: if a sender sends a message twice, the
     broker gives the two copies different ids.
     """
-    return uuid.uuid5(NAMESPACE, f"foreign/{service}/{broker_message_id}")
+    named = f"foreign/{service}/{broker_message_id}"
+    # Half of a surrogate pair, in a header of another system, has no UTF-8.
+    return uuid.uuid5(NAMESPACE, named.encode("utf-8", "backslashreplace").decode())
 
 
 def event_id(source: str, event: str) -> uuid.UUID:

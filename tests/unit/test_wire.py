@@ -33,6 +33,11 @@ def test_derived_ids_are_what_they_were_in_the_first_release() -> None:
     )
 
 
+def test_foreign_id_with_half_of_a_surrogate_pair_gives_an_id() -> None:
+    ids = {wire.others_id("shop", {"cap-msg-id": one}) for one in ("\ud800", "\udfff")}
+    assert len(ids - {None}) == 2
+
+
 @given(st.uuids(version=4), st.integers(0, 2**48 - 1), st.sampled_from([7, 8]))
 def test_what_a_stage_sends_begins_with_the_instant_of_its_cause(
     other: uuid.UUID, at: int, version: int
