@@ -22,6 +22,7 @@ from django.utils.module_loading import module_has_submodule
 from .. import brokers, codecs, conf, contracts, stages, wire
 from ..consuming.stage_middleware import prepared
 from ..django_internals import settings_of
+from ..envelope.message import MAX_NAME_LENGTH
 from ..envelope.redelivery import RedeliveryPolicy
 from ..errors import ConfigurationError, TxmsgError
 from ..flows.declaration import declarations
@@ -130,6 +131,13 @@ def _broker(stage: Stage) -> Iterator[CheckMessage]:
 def _subscription(stage: Stage) -> Iterator[CheckMessage]:
     """Check the name of a stage's subscription, which is the name of its queue on
     RabbitMQ."""
+    if len(stage.subscriber or "") > MAX_NAME_LENGTH:
+        yield Error(
+            f"The subscription of stage {stage.name!r} has the name SERVICE.STAGE, "
+            f"which is longer than {MAX_NAME_LENGTH} characters.",
+            hint="Give the stage a shorter name=.",
+            id="txmsg.E016",
+        )
     broker = brokers.find_broker(stage.broker)
     if broker is None or broker.kind != "rabbitmq":
         return

@@ -281,6 +281,16 @@ def test_a_queue_that_rabbitmq_keeps_a_subscription_in_is_no_stage_s(
         assert [one.id for one in check()] == ids
 
 
+@pytest.mark.parametrize(
+    ("to", "ids"), [("tests.placed", []), ("topic:tests.placed", ["txmsg.E016"])]
+)
+def test_subscription_whose_name_is_too_long_is_an_error(
+    to: str, ids: list[str]
+) -> None:
+    with stage(to=to, name="n" * 251), txmsg(SERVICE="shop"):
+        assert [one.id for one in check()] == ids
+
+
 def test_an_isolation_level_on_sqlite_is_a_warning() -> None:
     with stage(using="other", isolation="serializable"), txmsg():
         found = only(check())
