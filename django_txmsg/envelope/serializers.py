@@ -10,7 +10,9 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import json
+import math
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from .. import wire
@@ -57,11 +59,13 @@ def decode(body: bytes, content_type: str) -> Any:
     return body
 
 
-def loads(text: bytes | str, **options: Any) -> Any:
+def loads(text: bytes | str, parse_float: Callable[[str], Any] | None = None) -> Any:
     """Parse JSON. Raises DecodeError, reason `undecodable_body`, if the text is not
-    JSON."""
+    JSON, or if a number is too large for a float."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, **options)
+        return json.loads(
+            text, parse_constant=_refuse_constant, parse_float=parse_float or _finite
+        )
     except (ValueError, RecursionError, ArithmeticError) as error:
         raise DecodeError("undecodable_body", f"not valid JSON: {error}") from error
 
@@ -82,6 +86,13 @@ def _charset(parameters: str) -> str:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError("a number is too large for a float")
+    return value
 
 
 def as_text(value: object) -> str:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from django_txmsg import wire
 from django_txmsg.envelope import serializers
 from django_txmsg.errors import DecodeError, InvalidMessage
 
@@ -66,3 +67,10 @@ def test_body_that_contains_itself_is_refused() -> None:
     loop.append(loop)
     with pytest.raises(InvalidMessage):
         serializers.encode(loop)
+
+
+@pytest.mark.parametrize("body", [b"1e400", b'{"n": [-1e400]}', b"Infinity", b"NaN"])
+def test_number_that_is_no_float_is_refused(body: bytes) -> None:
+    assert serializers.decode(b"[1.5, 1e308]", wire.JSON) == [1.5, 1e308]
+    with pytest.raises(DecodeError, match="not valid JSON"):
+        serializers.decode(body, wire.JSON)
