@@ -41,7 +41,7 @@ from ..models import (
     TaskRun,
     Worker,
 )
-from ..models.fields import Holds, clock
+from ..models.fields import Holds, OneOf, clock
 from ..rules import Rule, dead_letters, flows, inbox, outbox
 from ..runtime import database_health, liveness
 from ..runtime.connections import recycle
@@ -189,15 +189,15 @@ def _delete(doomed: QuerySet[Any], using: str) -> int:
     attempts = Attempt.objects.using(using)
     # Checked before the transaction: on SQLite one that began by reading may not write.
     failed = list(
-        attempts.filter(Exists(doomed.filter(_same_message()))).values_list("pk")
+        attempts.filter(Exists(doomed.filter(_same_message()))).values_list(
+            "pk", flat=True
+        )
     )
     remembered = InboxMessage.objects.using(using).filter(_same_message())
     with transaction.atomic(using=using):
         deleted = delete_where(doomed)
         # A message that was redelivered in between keeps its row, and these with it.
-        attempts.filter(pk__in=[pk for (pk,) in failed]).exclude(
-            Exists(remembered)
-        ).delete()
+        attempts.filter(OneOf("pk", failed)).exclude(Exists(remembered)).delete()
     return deleted
 
 

@@ -124,6 +124,21 @@ def test_processed_messages_go_with_their_attempts() -> None:
     assert gone.pk not in left(Attempt)
 
 
+def test_processed_message_goes_with_any_number_of_attempts() -> None:
+    """SQLite takes at most 32,766 parameters in a statement."""
+    row = make.InboxMessageFactory(first_received_at=ago(days=8))
+    Attempt.objects.bulk_create(
+        [
+            Attempt(message_id=row.message_id, stage=row.stage, number=number)
+            for number in range(32_767)
+        ]
+    )
+
+    prune()
+
+    assert not Attempt.objects.exists()
+
+
 def test_a_message_whose_copies_keep_coming_is_remembered() -> None:
     row = make.InboxMessageFactory(
         first_received_at=ago(days=30), last_received_at=ago(days=1)
