@@ -29,6 +29,8 @@ from .sending.destination import Destination
 #: Longest time-out of a handler, in seconds: PostgreSQL counts milliseconds in an
 #: integer.
 MAX_TIMEOUT = 7 * 86_400.0
+#: Most messages of a batch. SQLite takes the parameters of 5,461 in one statement.
+MAX_BATCH = 5000
 Order = Literal["block", "skip"]
 ORDERS: tuple[Order, ...] = ("block", "skip")
 #: What other packages call an option, and its name here.
@@ -245,7 +247,8 @@ def stage(
       TXMSG["TRANSACTION_DEFINITION"], or else the database "default" with its own
       isolation level).
     - `concurrency` is the number of threads in each process.
-    - `batch` is the number of messages that share one transaction, each in a savepoint.
+    - `batch` is the number of messages that share one transaction, each in a savepoint
+      (at most 5,000).
     - `timeout` is how many seconds one execution of the handler may take. After that
       time its running query is cancelled, further queries raise an error, and the
       attempt fails with StageTimedOut.
@@ -446,6 +449,8 @@ def _check(
             raise ConfigurationError(
                 f"{name}={given!r} is not a whole number of 1 or more."
             )
+    if batch > MAX_BATCH:
+        raise ConfigurationError(f"batch={batch} is more than {MAX_BATCH}.")
     if batch > 1 and transaction != "outbox":
         raise ConfigurationError('batch needs transaction="outbox".')
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)

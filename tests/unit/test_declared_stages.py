@@ -269,6 +269,7 @@ def test_numbers_must_be_positive_integers(option: str, number: Any) -> None:
         ("timeout", "3", "is not a number of seconds"),
         ("timeout", dt.timedelta(seconds=3), "is not a number of seconds"),
         ("timeout", True, "is not a number of seconds"),
+        ("batch", 5001, "is more than 5000"),
     ],
 )
 def test_an_option_of_another_type_is_refused(
