@@ -280,7 +280,7 @@ def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
     for alias, options in conf.get().BROKERS.items():
         broker = find_broker(alias)
         if not _is_consumable(alias):
-            brokers[alias] = {"URL": options["URL"], "BACKEND": _UNSENT}
+            brokers[alias] = {**options, "BACKEND": _UNSENT}
             continue
         database = (broker and broker.stored_in) or ""
         brokers[alias] = {"URL": f"database://{database}?lease={_LEASE}"}

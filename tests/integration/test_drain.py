@@ -321,7 +321,10 @@ class TestInsideATestCase(TestCase, Declares):
     def test_no_broker_is_asked_whatever_the_settings_say(self) -> None:
         seen: list[Message] = []
         self.stage(seen.append, "drained.anywhere")
-        nowhere = {"default": {"URL": "stomp://127.0.0.1:1"}}
+        nowhere = {
+            "default": {"URL": "stomp://127.0.0.1:1"},
+            "without-url": {"BACKEND": "django_txmsg.testing.unsent.Unsent"},
+        }
         with override_settings(TXMSG={"SERVICE": "shop", "BROKERS": nowhere}):
             send_message("drained.anywhere", 1)
             drain()
