@@ -108,12 +108,18 @@ def skip_locked_sql(connection: Any) -> str:
 
 
 def limit_waits(connection: Any, seconds: float) -> None:
-    """Limit how long the statements of the open transaction wait for a lock. A
-    statement that waits longer raises an OperationalError, which
-    `database_health.gave_up_waiting()` recognises. SQLite has its own time-out."""
+    """Limit how long the statements of the open transaction wait for a lock, but to
+    less than `statement_timeout`. A statement that waits longer raises an
+    OperationalError, which `database_health.gave_up_waiting()` recognises. SQLite has
+    its own time-out."""
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
-            cursor.execute(f"SET LOCAL lock_timeout = {int(seconds * 1000)}")
+            cursor.execute(
+                "SELECT set_config('lock_timeout', greatest(1, least(%s,"
+                " nullif(setting::int, 0) / 2))::text, true)"
+                " FROM pg_settings WHERE name = 'statement_timeout'",
+                [int(seconds * 1000)],
+            )
 
 
 def instant_text_sql(connection: Any, column: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 
 from django_txmsg.dead_letters import bulk, selection
 from django_txmsg.errors import TxmsgError
@@ -209,6 +209,38 @@ def test_batch_that_times_out_becomes_smaller_and_blocks_no_other_operation(
     ends = BulkOperation.objects.order_by("pk").values_list("state", "done", "skipped")
     assert list(ends) == [("done", 25, 0), ("done", 3, 0)]
     assert OutboxMessage.objects.count() == len(slow)
+
+
+@pytest.mark.postgresql
+@pytest.mark.django_db(transaction=True)
+def test_operation_waits_for_a_locked_message_although_statements_time_out() -> None:
+    letters = factories.DeadLetterFactory.create_batch(5)
+    operation = bulk.start("discard", {})
+    locked, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with transaction.atomic():
+            DeadLetter.objects.select_for_update().get(pk=letters[2].pk)
+            locked.set()
+            leave.wait(60)
+        connection.close()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert locked.wait(30)
+        with connection.cursor() as cursor:
+            cursor.execute("SET statement_timeout = '500ms'")
+        for _ in range(3):
+            assert bulk.work_off("default", threading.Event()) == 0
+        operation.refresh_from_db()
+        assert (operation.state, operation.batch_size) == ("running", 100)
+    finally:
+        leave.set()
+        thread.join()
+        with connection.cursor() as cursor:
+            cursor.execute("SET statement_timeout = 0")
+    assert bulk.work_off("default", threading.Event()) == 5
 
 
 @pytest.mark.django_db
