@@ -98,10 +98,12 @@ def start(
     run.first_run = run.run_id
     run.wait(WaitsFor.START, "start")
     open_runs = Run.objects.using(using).filter(
-        service=run.service, flow=run.flow, key=run.key, ended_at=None
+        service__in=conf.get().services, flow=run.flow, key=run.key, ended_at=None
     )
-    found: Run | None = None
-    for again in (True, True, False):
+    # The database keeps keys unique only within one name of the service.
+    renamed = run.key and conf.get().FORMER_SERVICES
+    found: Run | None = open_runs.first() if renamed else None
+    for again in () if found else (True, True, False):
         try:
             with transaction.atomic(using=using):
                 message = declared.send(

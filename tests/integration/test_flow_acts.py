@@ -13,7 +13,9 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 
 from django_txmsg import stages
-from django_txmsg.flows import acts, cancel
+from django_txmsg.consuming import bulk_thread
+from django_txmsg.errors import AlreadyRunning
+from django_txmsg.flows import acts, cancel, start
 from django_txmsg.flows.deadlines import Deadlines
 from django_txmsg.models import (
     AuditEntry,
@@ -28,7 +30,7 @@ from django_txmsg.testing import drain
 from tests.docs.pages import ROOT
 from tests.running import committing, ship, txmsg
 from tests.running import step as take
-from tests.trips import Shop, begin, trips, waiting
+from tests.trips import Order, Shop, Trip, begin, trips, waiting
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient", "shop")]
 
@@ -133,6 +135,30 @@ def test_run_of_a_former_service_name_times_out() -> None:
         drain()
 
     assert json.loads(again(run).answer) == "TimedOut"
+
+
+def test_open_run_of_a_former_service_name_holds_its_key() -> None:
+    run = waiting("A-1")
+    Run.objects.update(service="before")
+
+    with txmsg(FORMER_SERVICES=("before",)), transaction.atomic():
+        found = start(Trip, Order(2), key="A-1", on_conflict="skip")
+        with pytest.raises(AlreadyRunning):
+            start(Trip, Order(2), key="A-1")
+        other = start(Trip, Order(2), key="A-2")
+
+    assert found == run
+    assert list(Run.objects.order_by("pk")) == [run, other]
+
+
+def test_runs_of_a_former_service_name_go_back_together() -> None:
+    run = waiting()
+    Run.objects.update(service="before")
+
+    which = bulk_thread.filters_of("acts.trip", "approved", "booked")
+    assert not bulk_thread.matching(which, "default")
+    with txmsg(FORMER_SERVICES=("before",)):
+        assert list(bulk_thread.matching(which, "default")) == [run]
 
 
 def test_answer_as_failed_gives_up_the_request_and_drops_its_late_answer() -> None:
