@@ -21,7 +21,7 @@ KEY = b"txmsg.over"
 SUM = b"txmsg.over.crc32"
 #: Most lines of a footer. A file with more destinations is read.
 MOST = 5_000
-_BY = ["sent_on", "destination", "again", "receivers"]
+_BY = ["sent_on", "destination", "sender", "consumer", "again", "receivers"]
 _SUMS = {"sent_count": "sum", "sent_min": "min", "sent_max": "max"}
 _EPOCH = dt.date(1970, 1, 1)
 _DAY = 86_400_000_000
@@ -29,11 +29,16 @@ _DAY = 86_400_000_000
 
 @dataclass(frozen=True)
 class Line:
-    """The counts of journeys of messages that were sent on the same day to the same
-    destination. Instants are in microseconds since 1970."""
+    """The counts of journeys of messages that one sender sent on the same day to the
+    same destination, and one consumer received. Instants are in microseconds since
+    1970."""
 
     sent_on: dt.date
     destination: str
+    sender: str | None
+    consumer: str | None
+    """The service that sent them and the stage that received them, in lines that count
+    what was received."""
     again: bool
     """Whether they were delivered more than once."""
     receivers: str | None
@@ -75,6 +80,8 @@ class Tallying:
         columns = {
             "sent_on": pa.array(sent.to_numpy() // _DAY, pa.int32()),
             "destination": rows["destination"],
+            "sender": rows["told_by"],
+            "consumer": rows["consumer"],
             "again": pc.greater(rows["deliveries"], 1),
             "receivers": rows["receivers"],
             "sent": sent,

@@ -29,7 +29,7 @@ from tests.spark.archives import archive
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import run
 
-SECOND, DAY = dt.timedelta(seconds=1), dt.timedelta(days=1)
+SECOND, HOUR, DAY = (dt.timedelta(seconds=n) for n in (1, 3_600, 86_400))
 #: Journeys are looked at file by file, however few there are.
 LARGE = ReconcileOptions(grace=dt.timedelta(0))
 Counts = dict[str, dict[str, int]]
@@ -355,6 +355,7 @@ def to(*destinations: str) -> pa.Table:
     instants = pa.array([LONG_AGO] * count, pa.timestamp("us", "UTC"))
     columns = {
         "destination": destinations, "deliveries": [1] * count,
+        "told_by": ["shop"] * count, "consumer": ["shop/orders.place"] * count,
         "stored_at": instants, "told_at": instants,
         "took_us": pa.array([0] * count, pa.int64()),
         "receivers": pa.nulls(count, pa.string()),
@@ -389,7 +390,7 @@ def test_lines_are_summed_up_while_a_file_is_written() -> None:
     for _ in range(3):
         few.add(to("orders.place", "orders.cancel"))
     said = json.loads(few.footer()[tally.KEY])
-    assert sorted((line[1], line[4]) for line in said["lines"]) == [
+    assert sorted((line[1], line[6]) for line in said["lines"]) == [
         ("orders.cancel", 3), ("orders.place", 3)
     ]  # fmt: skip
 
@@ -413,6 +414,57 @@ def test_more_lines_than_are_held_at_once_are_read(
     spoil(smaller)
     with pytest.raises(Exception, match="journeys"):
         judged(spark, spec)
+
+
+def test_messages_of_one_sender_do_not_hide_the_clock_of_another(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """Two services send to the same queue on the same day. The clock of one of them is
+    two hours behind, and the clock of the other is right."""
+    shop, erp, payments = (make_log("sqlite", n) for n in ("shop", "erp", "payments"))
+    spec = JobSpec((shop.spec, erp.spec, payments.spec), lake)
+    for log, ahead in ((shop, 2 * HOUR), (erp, 0 * HOUR)):
+        times = [LONG_AGO + number * HOUR for number in range(4)]
+        sent = [{"message_id": uuid.uuid4(), "created_at": one} for one in times]
+        log.send(sent)
+        payments.receive(
+            [
+                {**one, "first_received_at": one["created_at"] + ahead + SECOND,
+                 "service": log.spec.service}
+                for one in sent
+            ]
+        )  # fmt: skip
+    for log in (shop, erp, payments):
+        run(JobSpec((log.spec,), lake), "archive", "--older-than", "1d", "--no-vacuum")
+    expected = {"orders.place": {"ok": 8}}
+
+    assert judged(spark, spec, many=1_000) == expected
+    assert judged(spark, spec) == expected
+
+
+def test_a_message_processed_before_it_was_due_is_not_counted_unread(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """The receiver's clock is two hours behind. It needs 90 minutes for one of the
+    messages."""
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    spec = JobSpec((shop.spec, payments.spec), lake)
+    sent = [
+        {"message_id": uuid.uuid4(), "created_at": LONG_AGO + number * HOUR}
+        for number in range(4)
+    ]
+    shop.send(sent)
+    receipts = [
+        {**one, "first_received_at": one["created_at"] - 2 * HOUR} for one in sent
+    ]
+    receipts[0]["processed_at"] = LONG_AGO - HOUR / 2
+    payments.receive(receipts)
+    for log in (shop, payments):
+        run(JobSpec((log.spec,), lake), "archive", "--older-than", "1d", "--no-vacuum")
+    expected = {"orders.place": {"ok": 3, "late": 1}}
+
+    assert judged(spark, spec, many=1_000) == expected
+    assert judged(spark, spec) == expected
 
 
 @pytest.mark.matrix

@@ -4,6 +4,7 @@ differ."""
 from __future__ import annotations
 
 import datetime as dt
+from dataclasses import replace
 from typing import Any
 
 from django_txmsg.spark.jobs.listeners import Listener, Place, listeners
@@ -135,6 +136,8 @@ def test_messages_that_waited_for_a_consumer_show_no_difference() -> None:
     prompt = Line(
         T0.date(),
         "q",
+        "a",
+        "b/s",
         again=False,
         receivers=None,
         messages=1,
@@ -142,6 +145,8 @@ def test_messages_that_waited_for_a_consumer_show_no_difference() -> None:
         last_us=0,
     )
     assert differences([between(7200, 7201)], [prompt]) == []
+    for more in ({"sender": "c"}, {"consumer": "c/s"}):
+        assert differences([between(7200, 7201)], [replace(prompt, **more)])
     assert differences([between(30, 31)], []) == []
 
 

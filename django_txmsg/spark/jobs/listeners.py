@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -84,15 +83,15 @@ def read_places(steps: DataFrame) -> list[Place]:
 
 def counted_places(lines: Iterable[Line]) -> list[Place]:
     """Return the consumers that received messages of topics, as Place objects. `lines`
-    are counts from the footers of files. The counts contain no senders and no transit
-    times."""
+    are counts from the footers of files. The counts contain no transit times."""
     return [
         Place(
-            line.destination, consumer, "", consumer.partition("/")[0],
+            line.destination, line.consumer, line.sender or "",
+            line.consumer.partition("/")[0],
             instant(line.first_us), instant(line.last_us), 0, 0, 0,
         )
         for line in lines
-        for consumer in json.loads(line.receivers or "[]")
+        if line.consumer and wire.is_topic(line.destination)
     ]  # fmt: skip
 
 

@@ -83,7 +83,11 @@ def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Differe
     files. If two services exchanged such messages, their clocks agree."""
     between = attrgetter("sender", "receiver")
     away = [one for one in places if one.messages and one.sender != one.receiver]
-    soon = {(one.destination, one.sent_on) for one in prompt}
+    soon = {
+        ((one.sender, one.consumer.partition("/")[0], one.destination), one.sent_on)
+        for one in prompt
+        if one.consumer
+    }
     found = []
     for pair, group in groupby(sorted(away, key=between), between):
         own = list(group)
@@ -109,11 +113,12 @@ def _shows(place: Place, least: dt.timedelta) -> bool:
     return alike and (behind or spread < SPREAD * (place.last_at - place.first_at))
 
 
-def _while(place: Place, destination: str, day: dt.date) -> bool:
+def _while(place: Place, between: tuple[str | None, str, str], day: dt.date) -> bool:
     return (
-        place.destination == destination
-        and place.first_at.date() <= day <= place.last_at.date()
-    )
+        place.sender,
+        place.receiver,
+        place.destination,
+    ) == between and place.first_at.date() <= day <= place.last_at.date()
 
 
 #: The default of `--late-after`, and of `--stuck-after`.

@@ -15,6 +15,7 @@ from pyspark.sql import types as t
 
 from ... import wire
 from ..schemas import struct_of
+from . import MICROSECOND
 
 #: The columns of `sent`: outbox rows of all services.
 SENT = struct_of(
@@ -86,8 +87,10 @@ EXPECTED = struct_of(
 #: finished message was sent to a topic: the consumers that have processed it, as JSON.
 KEPT = struct_of(JOURNEY, "mark long, over boolean, took_us long, receivers string")
 
-#: The longest processing delay of a finished journey.
+#: The longest processing delay of a finished journey, and the longest time by which it
+#: may seem to have been processed before it was due.
 PROMPT = dt.timedelta(hours=1)
+EARLY = dt.timedelta(minutes=1)
 
 
 def departures(sent: DataFrame) -> DataFrame:
@@ -253,9 +256,10 @@ def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
     )
     due = sf.when(topic, sf.when(~sending, sf.col("_due"))).otherwise(micros["due_at"])
     took = sf.unix_micros("processed_at") - due
-    hour = int(PROMPT.total_seconds() * 1e6)
     # Processed long before it was due: the clocks differ, which a run has to see.
-    prompt = (sf.col("times_processed") == 1) & took.between(-hour, hour)
+    prompt = (sf.col("times_processed") == 1) & took.between(
+        -EARLY // MICROSECOND, PROMPT // MICROSECOND
+    )
     # Its file has it on the day on which the message was sent.
     receipt = prompt & (sf.unix_micros("told_at") == sf.col("_sent"))
     listening = expected.groupBy(sf.col("destination").alias("_topic")).agg(
