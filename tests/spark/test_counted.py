@@ -356,7 +356,7 @@ def to(*destinations: str) -> pa.Table:
     columns = {
         "destination": destinations, "deliveries": [1] * count,
         "told_by": ["shop"] * count, "consumer": ["shop/orders.place"] * count,
-        "stored_at": instants, "told_at": instants,
+        "stored_at": instants, "told_at": instants, "due_at": instants,
         "took_us": pa.array([0] * count, pa.int64()),
         "receivers": pa.nulls(count, pa.string()),
     }  # fmt: skip

@@ -25,6 +25,8 @@ from django_txmsg.spark.transforms.journeys import (
     RECEIVED,
     SENT,
     arrivals,
+    kept,
+    merged,
     steps,
 )
 from django_txmsg.spark.transforms.reconcile import (
@@ -456,6 +458,28 @@ def test_retired_listener_has_no_lost_messages(spark) -> None:
     assert sorted(map(tuple, rows)) == [
         ("after", "b/new", "never_received"), ("before", "b/old", "never_received"),
     ]  # fmt: skip
+
+
+def test_a_delayed_message_is_owed_to_who_listens_when_it_is_due(spark) -> None:
+    """One listener has been replaced while the message waited for its time."""
+    topic, day = "topic:t", 24 * 60
+    row = ("a", "delayed", topic, at(0), None, at(7 * day), None)
+    messages = sent(spark, row, due_at=at(7 * day))
+    receipts = received(
+        spark, ("b", "new", "delayed", topic, at(0), at(7 * day), at(7 * day), None, 1)
+    )
+    listeners = expected(
+        spark, (topic, "b/old", at(-1), at(3 * day)), (topic, "b/new", at(3 * day))
+    )
+    of_each = steps(messages, receipts)
+
+    verdicts = reconcile(
+        messages, receipts, listeners, horizon=at(9 * day), late_after=LATE
+    )
+
+    rows = verdicts.select("message_id", "consumer", "verdict").collect()
+    assert [tuple(row) for row in rows] == [("delayed", "b/new", "ok")]
+    assert {row.over for row in kept(merged(of_each), listeners).collect()} == {True}
 
 
 def test_places_tell_who_listens_and_how_long_messages_take(spark) -> None:

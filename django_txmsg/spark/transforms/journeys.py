@@ -231,7 +231,7 @@ def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
       once within PROMPT;
     - the journeys of a message to a topic, if the message was sent once, and each
       listener has processed it once within PROMPT. A listener is a consumer of EXPECTED
-      that listened when the message was sent. No other consumer may have processed the
+      that listened when the message was due. No other consumer may have processed the
       message.
 
     The verdict of a finished journey depends neither on the limit for late messages nor
@@ -275,8 +275,8 @@ def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
         sf.filter(
             "_listeners",
             lambda one: (
-                (one.since <= sf.col("_sent"))
-                & (one.until.isNull() | (sf.col("_sent") < one.until))
+                (one.since <= sf.col("_due"))
+                & (one.until.isNull() | (sf.col("_due") < one.until))
             ),
         ),
         lambda one: one.consumer,

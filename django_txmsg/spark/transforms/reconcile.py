@@ -114,7 +114,7 @@ def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame
 
     A message to a queue has one consumer. If two consumers have processed it, it was
     processed twice. The consumers of a message to a topic are those of `expected` that
-    listened when it was sent.
+    listened when it was due.
 
     Sent and received messages are in the same frame, so that Spark shuffles them only
     once.
@@ -123,11 +123,11 @@ def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame
         {"destination": "topic", "consumer": "listener"}
     )
     # A dead letter of a topic's message that could not leave goes with that.
-    sent_at = sf.col("begun_at")
+    due_at = sf.coalesce("due_at", "begun_at")
     listens = (
         (sf.col("destination") == sf.col("topic"))
-        & (sent_at >= sf.col("since"))
-        & (sf.col("until").isNull() | (sent_at < sf.col("until")))
+        & (due_at >= sf.col("since"))
+        & (sf.col("until").isNull() | (due_at < sf.col("until")))
         & (sf.col("pair") == "")
     )
     owed = steps.join(sf.broadcast(wanted), listens, "left").withColumn(
