@@ -42,6 +42,15 @@ class Which:
     acknowledged: bool | None = None
 
 
+@dataclass(frozen=True)
+class Reconciled:
+    """A finished run of `reconcile`."""
+
+    started_at: dt.datetime
+    finished_at: dt.datetime
+    counts: dict[str, int]
+
+
 class Noted:
     """The findings of one service."""
 
@@ -75,17 +84,29 @@ class Noted:
                 )
             )
 
-    def keep(
-        self,
-        findings: Iterable[dict[str, Any]],
-        seen_at: dt.datetime,
-        since: dt.datetime | None,
-    ) -> None:
-        """Store the findings of a run. With `since`, the run judged only messages sent
-        since then. An earlier finding about a judged message is deleted if this run has
-        not found it again. Acknowledged findings stay."""
+    def standing(self) -> list[dict[str, Any]]:
+        """Return the findings that stood after the last run. A finding that only a run
+        without an end has found has neither an age nor an acknowledgement."""
+        last = self.last_run()
+        found = self.read(Which())
+        for one in found:
+            if last is None or one["found_at"] > last.finished_at:
+                one["found_at"] = one["acknowledged_at"] = None
+        return [one for one in found if not last or one["seen_at"] >= last.started_at]
+
+    def keep(self, findings: Iterable[dict[str, Any]], seen_at: dt.datetime) -> None:
+        """Store the findings of a run. An earlier finding is deleted if this run has
+        not found it again. Acknowledged findings stay. But a finding that comes back
+        is no longer acknowledged."""
         names = ("id", "service", *COLUMNS[:8])
-        update = "sender", "sent_at", "seen_at"
+        update = "sender", "sent_at", "found_at", "seen_at"
+        notes = "acknowledged_at", "acknowledged_by", "note"
+        changes = [f"{name} = excluded.{name}" for name in update]
+        changes += [
+            f"{name} = CASE WHEN excluded.found_at < excluded.seen_at THEN old.{name}"
+            f" ELSE excluded.{name} END"
+            for name in notes
+        ]
         with closing(connect_plain(self.source)) as connection:
             lines = [
                 [
@@ -100,24 +121,21 @@ class Noted:
                 ]
                 for one in findings
             ]  # fmt: skip
-            gone = (
-                f"DELETE FROM {_TABLE} WHERE service = %s AND acknowledged_at IS NULL"
-                " AND seen_at < %s"
-            )
-            values = [self.source.service, seen_at]
-            if since is not None:
-                gone += " AND sent_at >= %s"
-                values.append(since)
             with connection.transaction():
                 if lines:
                     connection.many(
-                        f"INSERT INTO {_TABLE} ({', '.join(names)}, acknowledged_by,"
-                        f" note) VALUES ({', '.join(['%s'] * len(names))}, '', '')"
-                        " ON CONFLICT (id) DO UPDATE SET "
-                        + ", ".join(f"{name} = excluded.{name}" for name in update),
+                        f"INSERT INTO {_TABLE} AS old ({', '.join(names)},"
+                        " acknowledged_by, note)"
+                        f" VALUES ({', '.join(['%s'] * len(names))}, '', '')"
+                        f" ON CONFLICT (id) DO UPDATE SET {', '.join(changes)}",
                         lines,
                     )
-                connection.execute(gone, *map(connection.given, values))
+                connection.execute(
+                    f"DELETE FROM {_TABLE} WHERE service = %s AND acknowledged_at IS"
+                    " NULL AND seen_at < %s",
+                    self.source.service,
+                    connection.given(seen_at),
+                )
 
     def acknowledge(self, which: Which, by: str, note: str) -> int:
         """Acknowledge findings with a note, and return how many were acknowledged.
@@ -130,19 +148,21 @@ class Noted:
         """Remove the acknowledgements of findings. Returns their number."""
         return self._set(which, True, None, "", "")
 
-    def last_run(self) -> tuple[dt.datetime, dict[str, int]] | None:
-        """Return the start time and the counts of the last finished `reconcile`."""
+    def last_run(self) -> Reconciled | None:
+        """Return the last finished `reconcile` that has stored its findings."""
         with closing(connect_plain(self.source)) as connection:
             rows = connection.rows(
-                "SELECT started_at, counts FROM django_txmsg_pipelinerun WHERE"
-                " job = 'reconcile' AND service = %s AND state IN ('clean', 'findings')"
-                " ORDER BY started_at DESC LIMIT 1",
+                "SELECT started_at, finished_at, counts FROM django_txmsg_pipelinerun"
+                " WHERE job = 'reconcile' AND service = %s AND state IN"
+                " ('clean', 'findings') AND CAST(options AS text) NOT LIKE"
+                " '%%\"dry_run\"%%' ORDER BY finished_at DESC LIMIT 1",
                 self.source.service,
             )
-        if not rows:
-            return None
-        [(at, counts)] = rows
-        return read_instant(at), read_json(counts)
+        found = (
+            Reconciled(read_instant(start), read_instant(end), read_json(counts))
+            for start, end, counts in rows
+        )
+        return next(found, None)
 
     def _set(
         self, which: Which, before: bool, at: dt.datetime | None, by: str, note: str

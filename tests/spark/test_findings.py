@@ -35,7 +35,7 @@ def ids(findings: list[dict[str, Any]]) -> list[int]:
 
 def test_resolved_findings_go_and_acknowledged_ones_stay(log: Log) -> None:
     noted, spec = Noted(log.spec), JobSpec((log.spec,))
-    noted.keep([finding(number) for number in range(4)], NOW, None)
+    noted.keep([finding(number) for number in range(4)], NOW)
     some = [
         "--message-id",
         str(uuid.UUID(int=0)),
@@ -46,8 +46,8 @@ def test_resolved_findings_go_and_acknowledged_ones_stay(log: Log) -> None:
     assert done["rows"] == 2
 
     later = NOW + dt.timedelta(hours=2)
-    # The others are of another time, or found again, by the age that they have.
-    noted.keep([finding(0), finding(3)], later, NOW + dt.timedelta(days=2))
+    # Two are found again, by the age that they have.
+    noted.keep([finding(0), finding(3)], later)
 
     assert ids(noted.read(Which())) == [0, 1, 3]
     assert ids(noted.read(Which(acknowledged=True))) == [0, 1]
@@ -56,8 +56,8 @@ def test_resolved_findings_go_and_acknowledged_ones_stay(log: Log) -> None:
     [one] = noted.read(Which(message_ids=(uuid.UUID(int=1),)))
     assert one["note"] == "known: 100%"
     assert "@" in one["acknowledged_by"]
-    # A run that sees all messages does not see this one any more.
-    noted.keep([], later + dt.timedelta(hours=1), None)
+    # The next run does not find this one any more.
+    noted.keep([], later + dt.timedelta(hours=1))
     assert ids(noted.read(Which())) == [0, 1]
     assert run(spec, "findings", *some[:2], "--reopen")["rows"] == 1
     assert noted.count(Which(acknowledged=False)) == {LOST: 1}
@@ -66,7 +66,7 @@ def test_resolved_findings_go_and_acknowledged_ones_stay(log: Log) -> None:
 def test_acknowledging_needs_findings_and_a_reason_and_is_recorded(make_log) -> None:
     log: Log = make_log("sqlite")
     spec = JobSpec((log.spec,))
-    Noted(log.spec).keep([finding(1), finding(2, verdict="late")], NOW, None)
+    Noted(log.spec).keep([finding(1), finding(2, verdict="late")], NOW)
 
     with pytest.raises(UsageError, match="Which findings"):
         run(spec, "findings", "--acknowledge", "so it is")
@@ -92,7 +92,7 @@ def test_the_report_begins_with_what_is_lost(log: Log) -> None:
     assert "pipeline reconcile" in render(page)
     with recorded(JobSpec((log.spec,)), "reconcile", {}) as judged:
         judged.counts = {LOST: 2, "ok": 1200}
-    noted.keep([finding(1, destination="<d>"), finding(2)], NOW, None)
+    noted.keep([finding(1, destination="<d>"), finding(2)], NOW)
     noted.acknowledge(Which(message_ids=(uuid.UUID(int=2),)), "ann", "by <hand>")
 
     add_findings(page, noted)

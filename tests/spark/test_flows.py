@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from django.db import transaction
+from django.utils import timezone
 
 from django_txmsg import wire
 from django_txmsg.flows import cancel, resume
@@ -227,12 +229,26 @@ def test_what_a_flow_has_lost_is_found(
     assert len(ids) >= 5
     if archived == "all":
         assert judged(spec) == found, "the same from the lake again"
+        assert judged(spec, "--since", "1s") == found, "whenever they began"
         return
     Run.objects.filter(pk=undelivered.pk).update(caller={})
     FlowUndo.objects.filter(pk=of_pay.pk).update(confirmed_at=of_pay.confirmed_at)
     drain()
     mended = {verdict for verdict, one, _ in judged(spec) if one in ids}
     assert mended <= {"undo_without_request", "unanswered"}
+
+
+def test_a_run_that_is_stuck_is_found_whenever_it_began(
+    spark: Any, spec: JobSpec
+) -> None:
+    stuck, now = waiting("A-1"), timezone.now()
+    Run.objects.filter(pk=stuck.pk).update(
+        created_at=now - timedelta(days=3), due_at=now - timedelta(hours=8)
+    )
+
+    found = judged(spec, "--since", "24h")
+
+    assert found == {("unanswered", str(stuck.run_id), "acts.trip")}
 
 
 def test_erasing_removes_what_an_ended_flow_knew(spark: Any, spec: JobSpec) -> None:

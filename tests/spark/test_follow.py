@@ -543,7 +543,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
                 [{"message_id": str(uuid.uuid4()), "destination": "d", "sender": "",
                   "consumer": "", "sent_at": now, "found_at": now, "verdict": one}
                  for one in verdicts],
-                now, None,
+                now,
             )  # fmt: skip
 
         # `lost` is what is lost, and nothing else that a run finds.
@@ -583,7 +583,7 @@ def test_findings_are_counted_once_if_a_check_falls_before_the_end_of_their_run(
         weigh = Alerts(connection, "shop").weigh
         weigh("lost", 0, 0, "Nothing is known yet.")
         with recorded(spec, "reconcile", {}) as run:
-            Noted(log.spec).keep([finding_of(run)], run.started_at, None)
+            Noted(log.spec).keep([finding_of(run)], run.started_at)
             found, starts = alerts.lost(connection, log.spec, LOST, counted)
             assert alerts.lost(connection, log.spec, LOST, counted)[0] == found
             weigh("lost", 1, 0, "One is lost.")
@@ -593,7 +593,7 @@ def test_findings_are_counted_once_if_a_check_falls_before_the_end_of_their_run(
 
         weigh("lost", 0, 0, "None is lost.")
         with recorded(spec, "reconcile", {}) as run:
-            Noted(log.spec).keep([finding_of(run)], run.started_at, None)
+            Noted(log.spec).keep([finding_of(run)], run.started_at)
         assert alerts.lost(connection, log.spec, LOST, counted)[0] == found
 
 
@@ -635,7 +635,7 @@ def test_findings_whose_count_could_not_be_stored_are_counted_at_the_next_check(
     with log.connected() as connection:
         Alerts(connection, "shop").weigh("lost", 0, 0, "Nothing is known yet.")
         with recorded(spec, "reconcile", {}) as run:
-            Noted(log.spec).keep([finding_of(run)], run.started_at, None)
+            Noted(log.spec).keep([finding_of(run)], run.started_at)
             with refusing(connection, log.vendor), pytest.raises(EnvironmentFault):
                 follower._lost(connection)
             assert lost(connection) == 0
@@ -683,7 +683,7 @@ def test_findings_of_a_run_that_was_in_progress_at_a_check_are_reported(
         weigh = Alerts(connection, "shop").weigh
         with recorded(spec, "reconcile", {}) as run:
             weigh("lost", 0, 0, "Nothing is known yet.")
-            Noted(log.spec).keep([finding_of(run)], run.started_at, None)
+            Noted(log.spec).keep([finding_of(run)], run.started_at)
         assert alerts.lost(connection, log.spec, LOST, set())[0] == {
             "never_received": 1
         }

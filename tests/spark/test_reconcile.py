@@ -4,6 +4,7 @@ findings are new, and that no writer is blocked."""
 from __future__ import annotations
 
 import datetime as dt
+import sqlite3
 import uuid
 from dataclasses import replace
 from typing import Any
@@ -102,16 +103,107 @@ def test_a_finding_is_written_when_it_comes_and_when_it_goes(
     assert journal() == [(str(lost), "found")]
     log.send([{"message_id": other, "created_at": NOW - 2 * HOUR}])
     log.receive([{"message_id": lost, "first_received_at": NOW - 3 * HOUR}])
-    # Of messages sent before, this run says nothing.
+    # A run looks for the messages of all findings, however long ago they were sent.
     run(spec, *JUDGE, "--since", "150m")
-    assert journal() == [(str(lost), "found"), (str(other), "found")]
+    changed = [(str(lost), "found"), (str(other), "found"), (str(lost), "gone")]
+    assert journal() == changed
     run(spec, *JUDGE)
-    assert journal()[2:] == [(str(lost), "gone")]
+    assert journal() == changed
     # A replay chooses what its run had found, and the last one what stands.
     words = ("replay", "--verdict", "never_received", "--dry-run")
     assert run(spec, *words)["chosen"] == 1
     [chosen] = outcome(spec, *words, "--run", first).facts["sample"]
     assert chosen["message_id"] == str(lost)
+
+
+@pytest.mark.parametrize("archived", [False, True])
+def test_an_old_finding_is_gone_when_its_message_is_repaired(
+    spark, log: Log, lake: LakeSpec, archived: bool
+) -> None:
+    """Three messages were lost three days ago. One is replayed, and one arrives late.
+    The third is still lost."""
+    spec, [again, late, lost] = JobSpec((log.spec,), lake), ids(3)
+    sent = [{"message_id": one, "created_at": NOW - 72 * HOUR} for one in (again, late)]
+    log.send([*sent, {"message_id": lost, "created_at": NOW - 72 * HOUR}])
+    if archived:
+        run(spec, "archive", "--older-than", "1d", "--no-vacuum")
+    assert run(spec, *JUDGE)["counts"] == {"never_received": 3}
+    log.send([{"message_id": again, "created_at": NOW - 2 * HOUR, "replay_id": "r"}])
+    log.receive(
+        [
+            {"message_id": one, "created_at": NOW - 72 * HOUR,
+             "first_received_at": NOW - 2 * HOUR}
+            for one in (again, late)
+        ]
+    )  # fmt: skip
+
+    counts = run(spec, *JUDGE, "--since", "24h")["counts"]
+
+    assert counts == {"late": 2, "never_received": 1}
+    words = ("replay", "--verdict", "never_received", "--dry-run")
+    [chosen] = outcome(spec, *words).facts["sample"]
+    assert chosen["message_id"] == str(lost)
+    [found] = run(spec, "findings", "--verdict", "never_received")["findings"]
+    assert found["message_id"] == str(lost)
+
+
+def test_a_delayed_message_is_judged_when_it_was_due(spark, log: Log) -> None:
+    [lost, received, waited] = ids(3)
+    delayed = {"created_at": NOW - 90 * HOUR, "due_at": NOW - 3 * HOUR,
+               "dispatched_at": NOW - 3 * HOUR}  # fmt: skip
+    # The relay was down for days.
+    late = {"created_at": NOW - 90 * HOUR, "dispatched_at": NOW - 3 * HOUR}
+    log.send([{"message_id": lost, **delayed}, {"message_id": received, **delayed}])
+    log.send([{"message_id": waited, **late}, {"created_at": NOW - 90 * HOUR}])
+    log.receive(
+        [{"message_id": received, "created_at": NOW - 90 * HOUR,
+          "first_received_at": NOW - 3 * HOUR}]
+    )  # fmt: skip
+
+    counts = run(JobSpec((log.spec,)), *JUDGE, "--since", "24h")["counts"]
+
+    assert counts == {"never_received": 2, "ok": 1}
+
+
+@pytest.mark.parametrize("with_lake", [True, False])
+def test_a_finding_that_comes_back_is_new(
+    spark, log: Log, lake: LakeSpec, with_lake: bool
+) -> None:
+    spec, [message] = JobSpec((log.spec,), lake if with_lake else None), ids(1)
+    fails = (*JUDGE, "--fail-on", "new")
+    log.send([{"message_id": message, "created_at": NOW - 3 * HOUR}])
+    assert run(spec, *fails)["exit_code"] == 1
+    run(spec, "findings", "--all", "--acknowledge", "replayed by hand")
+    log.receive([{"message_id": message, "first_received_at": NOW - 3 * HOUR}])
+    assert run(spec, *JUDGE)["counts"] == {"ok": 1}
+    log.execute("DELETE FROM django_txmsg_inboxmessage")
+
+    back = run(spec, *fails)
+
+    assert (back["exit_code"], back["new"]) == (1, {"never_received": 1})
+    [found] = run(spec, "findings")["findings"]
+    assert (found["acknowledged_at"], found["note"]) == (None, "")
+    assert run(spec, *fails)["exit_code"] == 0
+
+
+def test_a_finding_of_a_run_without_an_end_is_new(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """The first run has stored its findings in the lake, and fails before its end."""
+    log: Log = make_log("sqlite")
+    spec, fails = JobSpec((log.spec,), lake), (*JUDGE, "--fail-on", "new")
+    log.send([{"created_at": NOW - 3 * HOUR}])
+    log.execute(
+        "CREATE TRIGGER refusal BEFORE INSERT ON django_txmsg_finding"
+        " BEGIN SELECT RAISE(ABORT, 'refused'); END"
+    )
+    with pytest.raises(sqlite3.IntegrityError, match="refused"):
+        run(spec, *fails)
+    log.execute("DROP TRIGGER refusal")
+
+    assert run(spec, *fails)["new"] == {"never_received": 1}
+    again = run(spec, *fails)
+    assert (again["new"], again["exit_code"]) == ({}, 0)
 
 
 @pytest.mark.matrix

@@ -92,7 +92,7 @@ def add_findings(found: Findings, noted: Noted) -> None:
     """Add the findings of the last `reconcile` to the report, with operators' notes."""
     if (last := noted.last_run()) is None:
         return
-    found.judged_at, found.verdicts = last
+    found.judged_at, found.verdicts = last.started_at, last.counts
     for seen in (False, True):
         found.lost = [*found.lost, *noted.read(Which(acknowledged=seen), TOP)][:TOP]
     found.unseen = sum(noted.count(Which(acknowledged=False)).values())

@@ -20,7 +20,7 @@ from ..errors import UsageError
 from ..noted import KEY, Noted, Which
 from ..report import duration
 from ..results import result_struct
-from ..runs import Run, run_by
+from ..runs import RUN, Run, run_by
 from ..spec import JobSpec
 from ..transforms.reconcile import CHANGE, KNOWN, SUMMARY, is_finding, standing
 from .outcome import Outcome
@@ -37,24 +37,25 @@ def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
     return log.lake.table(name, struct).read(log.spark, services=own)
 
 
-def known_findings(log: WholeLog) -> DataFrame:
-    """Return KNOWN rows: the findings of earlier runs, with operators' notes."""
-    names = KNOWN.fieldNames()
-    kept = kept_by(log, "verdicts", CHANGE).withColumns(
-        {
-            "found_at": sf.coalesce("found_at", "recorded_at"),
-            "acknowledged_at": sf.lit(None).cast("timestamp"),
-        }
-    )
-    noted = Noted(log.spec.service()).read(Which())
-    rows = [[one[name] for name in names] for one in noted]
-    return kept.select(*names).unionByName(log.spark.createDataFrame(rows, KNOWN))
-
-
 def standing_findings(log: WholeLog) -> DataFrame:
-    """Return the FINDING rows that were unresolved after the last run of this
-    service."""
-    return standing(kept_by(log, "verdicts", CHANGE))
+    """Return the FINDING rows of the lake that were unresolved after the last run of
+    this service. In a finding that only a run without an end has found, `found_at` is
+    null."""
+    ended = kept_by(log, "runs", RUN).where("state IN ('clean', 'findings')")
+    ended = sf.broadcast(ended.select("run_id", sf.lit(True).alias("ended")))
+    journal = kept_by(log, "verdicts", CHANGE).join(ended, "run_id", "left")
+    found_at = sf.when(sf.col("ended"), sf.col("found_at"))
+    return standing(journal.withColumn("found_at", found_at))
+
+
+def known_findings(log: WholeLog, standing: DataFrame) -> DataFrame:
+    """Return KNOWN rows: the standing findings of the lake, and those of the database
+    with operators' notes."""
+    names = KNOWN.fieldNames()
+    noted = Noted(log.spec.service()).standing()
+    rows = [[one[name] for name in names] for one in noted]
+    kept = standing.withColumn("acknowledged_at", sf.lit(None).cast("timestamp"))
+    return kept.select(*names).unionByName(log.spark.createDataFrame(rows, KNOWN))
 
 
 def judged_by(log: WholeLog, run: str = "") -> str:

@@ -7,7 +7,6 @@ A healthy run has no verdict. Its messages are judged like all others.
 
 from __future__ import annotations
 
-import datetime as dt
 from functools import reduce
 
 import pyspark.sql.functions as sf
@@ -28,6 +27,9 @@ _OF_UNDOS = (
     "service", "message_id", "destination", "request_id", "created_at", "confirmed_at",
 )  # fmt: skip
 
+#: The verdicts of runs.
+OF_RUNS = ("undo_without_request", "unanswered", "not_undone")
+
 #: The columns that are read of runs and of undos.
 RUN = t.StructType([FLOW_RUNS.live_struct()[name] for name in _OF_RUNS])
 UNDO = t.StructType([FLOW_UNDOS.live_struct()[name] for name in _OF_UNDOS])
@@ -37,26 +39,29 @@ REQUEST = struct_of("message_id string, was_sent boolean, processed_at timestamp
 
 
 class Flows:
-    """The runs and undos of all services. They are read while the snapshots of the
-    databases are open."""
+    """The runs that can have a verdict, with their undos and requests, of all services.
+    They are read while the snapshots of the databases are open. Archived runs that
+    began before `by.since` are left out, unless there is a finding about a run."""
 
-    def __init__(self, log: WholeLog, since: dt.datetime | None) -> None:
+    def __init__(self, log: WholeLog, by: Judgement) -> None:
         # A run may register an undo long after it began, never before.
-        day = None if since is None else since.date()
-        self._runs = log.read("flow_runs", RUN, since=day)
-        self._undos = log.read("flow_undos", UNDO, since=day)
+        found = any(verdict in OF_RUNS for _, verdict in by.standing)
+        day = None if by.since is None or found else by.since.date()
+        self._runs = judged(log.read("flow_runs", RUN, since=day, where="1 = 1"))
+        self._undos = log.read("flow_undos", UNDO, since=day, where="1 = 1")
+        ids = requests_of(self._runs, self._undos, by)
+        self.requests = [row[0] for row in ids.collect()]
 
     def verdicts(
         self, rest: DataFrame, journeys: Journeys, by: Judgement
     ) -> DataFrame | None:
         """Return the VERDICT rows of runs of flows. Returns None if no run can have a
         verdict. `rest` has the steps that are not in `journeys`."""
-        runs = judged(self._runs, by)
+        runs = self._runs
         if runs.isEmpty():
             return None
-        ids = requests_of(runs, self._undos, by).localCheckpoint()
         requests = rest.sparkSession.createDataFrame([], REQUEST)
-        if not ids.isEmpty():
+        if self.requests:
             sides = [rest, journeys.read()]
             told = reduce(
                 DataFrame.unionByName,
@@ -66,7 +71,9 @@ class Flows:
                     if one is not None
                 ],
             )
-            wanted = ids.withColumnRenamed("request_id", "message_id")
+            wanted = rest.sparkSession.createDataFrame(
+                [[one] for one in self.requests], "message_id string"
+            )
             requests = (
                 told.join(wanted, "message_id", "left_semi")
                 .groupBy("message_id")
@@ -78,13 +85,10 @@ class Flows:
         return flow_verdicts(runs, self._undos, requests, by)
 
 
-def judged(runs: DataFrame, by: Judgement) -> DataFrame:
+def judged(runs: DataFrame) -> DataFrame:
     """Return the runs that can have a verdict: open runs, runs that undo or have undone
     their work, and runs whose answer was not delivered."""
-    chosen = runs.where(_undoing() | sf.col("ended_at").isNull() | _undelivered())
-    if by.since is not None:
-        chosen = chosen.where(sf.col("created_at") >= timestamp(by.since))
-    return chosen
+    return runs.where(_undoing() | sf.col("ended_at").isNull() | _undelivered())
 
 
 def requests_of(runs: DataFrame, undos: DataFrame, by: Judgement) -> DataFrame:

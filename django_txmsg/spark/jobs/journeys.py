@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import uuid
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, astuple, dataclass, replace
 from enum import Enum
@@ -35,6 +36,7 @@ from ..errors import EnvironmentFault
 from ..lake import CommitFailedError, app_name
 from ..lakefile import LakeFile
 from ..lock import Taken, keeping
+from ..noted import MOST
 from ..progress import Step, no_step
 from ..runs import Run
 from ..schemas import struct_of
@@ -317,45 +319,51 @@ class Journeys:
         rows = sum(one.rows for one in self.named)
         return bool(self.through) and rows >= MANY
 
-    def rest(self, since: dt.datetime | None = None) -> DataFrame:
+    def rest(
+        self, since: dt.datetime | None = None, messages: Collection[str] = ()
+    ) -> DataFrame:
         """Return the steps that no journey contains after `catch_up()`. They are in the
-        databases and in unsettled batches. With `since`, return only the steps of
-        messages sent since then."""
-        if since is not None:
-            return steps(*self._recent(since))
+        databases and in unsettled batches. With `since`, return the steps of messages
+        that were sent or became due since then, and of `messages`. Some steps of other
+        messages may be among them."""
+        if since is not None and len(messages) <= MOST:
+            return steps(*self._recent(since, messages))
         return steps(
             *(self._unsettled(table, struct) for table, struct in _SIDES.items())
         )
 
-    def _unsettled(
-        self, table: str, struct: t.StructType, since: dt.date | None = None
-    ) -> DataFrame:
+    def _unsettled(self, table: str, struct: t.StructType, **more: Any) -> DataFrame:
         above = self._last(self.goal, table) if self.goal else None
-        return self.log.read(table, struct, since=since, above=above)
+        return self.log.read(table, struct, above=above, **more)
 
-    def _recent(self, since: dt.datetime) -> list[DataFrame]:
-        """Return the steps of messages that were sent since an instant. Older inbox
-        rows are included if their message was replayed since then."""
+    def _recent(self, since: dt.datetime, messages: Collection[str]) -> list[DataFrame]:
         day, start = _day_of(since), timestamp(since)
+        ids = ", ".join(f"'{uuid.UUID(one).hex}'" for one in messages)
+
+        def read(table: str, struct: t.StructType, *clocks: str) -> DataFrame:
+            tests = [f"t.{clock} >= {{day}}" for clock in clocks]
+            if ids:
+                tests.append(f"t.message_id IN ({ids})")
+            where = f"({' OR '.join(tests)})"
+            return self._unsettled(
+                table, struct, since=day, where=where, whole=bool(ids)
+            )
+
         again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
-        sent = self._unsettled("outbox", again, day).where(
-            sf.col("created_at") >= start
-        )
+        sent = read("outbox", again, "created_at", "due_at", "dispatched_at")
         # A message does not die before it is sent.
-        letters = self._unsettled("dead_letters", LETTERS, day)
+        letters = read("dead_letters", LETTERS, "created_at")
         resent = sent
         if self.goal:
             settled = self.log.archived(
                 "outbox", again, {}, self._last(self.goal, "outbox"), since=day
             )
-            resent = sent.unionByName(settled.where(sf.col("created_at") >= start))
-        resent = resent.where("replay_id <> ''").select("message_id").distinct()
-        own = sf.coalesce("created_at", "first_received_at") >= start
+            resent = sent.unionByName(settled)
+        resent = resent.where(sf.col("created_at") >= start).where("replay_id <> ''")
         if resent.isEmpty():
-            return [sent, self._unsettled("inbox", RECEIVED, day).where(own), letters]
-        received = self._unsettled("inbox", RECEIVED)
-        earlier = received.where(~own).join(resent, "message_id", "left_semi")
-        return [sent, received.where(own).unionByName(earlier), letters]
+            return [sent, read("inbox", RECEIVED, "first_received_at"), letters]
+        # A message that was replayed may have been received long ago.
+        return [sent, self._unsettled("inbox", RECEIVED), letters]
 
     def listening(self, since: dt.datetime | None) -> DataFrame | None:
         """Return older steps that `rest(since)` leaves out. They show which stages

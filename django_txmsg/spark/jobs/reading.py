@@ -144,17 +144,23 @@ class WholeLog:
         *,
         since: dt.date | None = None,
         above: Mapping[str, int] | None = None,
+        where: str = "",
+        whole: bool = False,
     ) -> DataFrame:
         """Return the rows of a table from databases and lake, each row only once, with
         the columns of `struct`. With `since`, rows of earlier days are left out.
         `above` maps a service to the number of a batch: of this service, only later
-        batches are read from the lake."""
+        batches are read from the lake, but of all days.
+
+        `where` is an SQL condition for the databases' rows, instead of `since`. With
+        `whole`, the lake's rows of all days are read."""
         described = TABLES[table]
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
         there = described.live_struct().fields
         narrow = t.StructType([f for f in there if f.name in names])
 
-        where = f"t.{described.clock} >= {{day}}" if since else ""
+        if since and not where:
+            where = f"t.{described.clock} >= {{day}}"
         live = self._copied(described, narrow, where, since)
         if self.lake is None:
             return whole_log([live], struct)
@@ -166,7 +172,8 @@ class WholeLog:
             one.reaches(self.settled.get((one.service, table, lake_id), 0))
             for one in named
         )
-        archived = self._archived(table, narrow, named, since=since, above=above)
+        days = None if whole or above else since
+        archived = self._archived(table, narrow, named, since=days, above=above)
         return whole_log([live, archived], struct, twice=twice)
 
     def known_from(self, table: str) -> dict[str, dt.datetime]:

@@ -188,14 +188,17 @@ def run_reconcile(
         WholeLog(spark, spec) as log,
         Journeys(log, run, keep=options.keep) as journeys,
     ):
-        rest = journeys.rest(options.since)
-        earlier = journeys.listening(options.since)
-        flows = Flows(log, options.since)
-        least = _judgement(spec, options, log)
+        before = standing_findings(log).localCheckpoint()
+        seen = known_findings(log, before)
+        least = _judgement(spec, options, log, seen)
+        since = least.since
+        flows = Flows(log, least)
+        rest = journeys.rest(since, {*least.standing_ids, *flows.requests})
+        earlier = journeys.listening(since)
         # Live rows are copied: no transaction is open during the comparison.
         log.release()
         # What a file counts, no run need look for again: where its messages went.
-        unread = usable(journeys.known, least.strictest, options.since)
+        unread = usable(journeys.known, least.strictest, since)
         lines = [line for one in unread for line in journeys.known[one].lines]
         others = (earlier, journeys.fresh, journeys.read(but=unread))
         looked = [rest, *(one for one in others if one is not None)]
@@ -246,24 +249,19 @@ def run_reconcile(
             place = found.destinations.setdefault(row["destination"] or "?", Counter())
             for counted in (place, found.counts):
                 counted[row["verdict"]] += row["messages"]
-        listed = judging.aged(
-            judging.findings(outcomes), known_findings(log), run.started_at
-        )
+        listed = judging.aged(judging.findings(outcomes), seen, run.started_at)
         listed = listed.persist(StorageLevel.DISK_ONLY)
         _show(found, listed, run.started_at)
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
-            journal = judging.changes(
-                listed, standing_findings(log), run.started_at, options.since
-            )
+            journal = judging.changes(listed, before)
             results.save("verdicts", judging.CHANGE, journal, few=MOST)
             results.save_rows("reconciliation", judging.SUMMARY, summed)
             if listening.fresh:
                 rows = [dataclasses.asdict(one) for one in listening.fresh]
                 results.save_rows("subscriptions", EXPECTED, rows)
         if options.keep:
-            noted = Noted(spec.service())
-            noted.keep(_worst(listed), run.started_at, options.since)
+            Noted(spec.service()).keep(_worst(listed), run.started_at)
         for one in (listed, outcomes):
             one.unpersist()
     run.rows = found.counts.total()
@@ -277,9 +275,17 @@ def run_reconcile(
     return found
 
 
-def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judgement:
-    """Return the rules that follow from the options and the specification. Rules that
-    depend on the messages are added later."""
+def _judgement(
+    spec: JobSpec, options: ReconcileOptions, log: WholeLog, known: DataFrame
+) -> Judgement:
+    """Return the rules that follow from the options, the specification and the known
+    findings. Rules that depend on the messages are added later."""
+    since, standing = options.since, list[tuple[str, str]]()
+    if since is not None:
+        rows = known.select("message_id", "verdict").distinct().limit(MOST + 1)
+        standing = [(one, verdict) for one, verdict in rows.collect()]
+        # To look for each of so many takes longer.
+        since = since if len(standing) <= MOST else None
     late = dict(spec.late_after)
     general = late.pop("*", LATE_AFTER.total_seconds())
     stuck = options.stuck_after
@@ -297,7 +303,8 @@ def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judge
         task_brokers=[(one[0], one[1]) for one in spec.task_brokers],
         outbox_from=log.known_from("outbox"),
         inbox_from=log.known_from("inbox"),
-        since=options.since,
+        since=since,
+        standing=standing,
     )
 
 

@@ -99,8 +99,15 @@ class Judgement:
     receivers: Collection[tuple[str, str]] = ()
     """Services, and the destinations that they consume."""
     since: dt.datetime | None = None
-    """Of messages that were neither sent nor, by a sender unknown, received since
-    then, nothing is reported."""
+    """Of messages that were neither sent or due nor, by a sender unknown, received
+    since then, nothing is reported, except of these:"""
+    standing: Sequence[tuple[str, str]] = ()
+    """The messages and runs about which there are findings, each with its verdict."""
+
+    @property
+    def standing_ids(self) -> set[str]:
+        """The ids of the messages and runs about which there are findings."""
+        return {one for one, _ in self.standing}
 
     @property
     def strictest(self) -> dt.timedelta:
@@ -144,7 +151,10 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
         # In a form by which Spark skips parts of files.
         journeys = journeys.where(
             (sf.col("sent_again_at") >= start)
+            | (sf.col("due_again_at") >= start)
+            | (sf.col("dispatched_at") >= start)
             | (sf.col("sent_again_at").isNull() & (sf.col("begun_at") >= start))
+            | sf.col("message_id").isin(*by.standing_ids)
         )
     first, last = sf.col("consumer"), sf.col("other_consumer")
     steps = journeys.withColumns(
@@ -187,8 +197,8 @@ def is_finding(prefix: str) -> list[Column]:
 
 def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
     """Return FINDING rows: the findings, each with the time of the run that first found
-    it. A finding that is not in `known` was first found `now`. In `known`, a finding
-    may have several rows."""
+    it. A finding that is not in `known`, or without a time, was first found `now`. In
+    `known`, a finding may have several rows."""
     first = known.groupBy(
         *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in _IDENTITY]
     ).agg(
@@ -217,20 +227,13 @@ def standing(journal: DataFrame) -> DataFrame:
     return found.where(sf.col("change") == FOUND).select(*FINDING.fieldNames())
 
 
-def changes(
-    findings: DataFrame,
-    before: DataFrame,
-    now: dt.datetime,
-    since: dt.datetime | None,
-) -> DataFrame:
+def changes(findings: DataFrame, before: DataFrame) -> DataFrame:
     """Return CHANGE rows: findings that are new in this run, and earlier findings
-    (`before`) that are now resolved. With `since`, only findings about messages sent
-    since then can become resolved, because the run has judged only these."""
+    (`before`) that are now resolved."""
     same = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
-    stood = before.select(*[sf.col(n).alias(f"stood_{n}") for n in _IDENTITY])
+    known = before.where("found_at IS NOT NULL")
+    stood = known.select(*[sf.col(n).alias(f"stood_{n}") for n in _IDENTITY])
     fresh = findings.join(stood, is_finding("stood_"), "left_anti")
-    if since is not None:
-        before = before.where(sf.col("sent_at") >= timestamp(since))
     there = findings.withColumns(same).select(*_IDENTITY)
     gone = before.join(there, list(_IDENTITY), "left_anti")
     return fresh.withColumn("change", sf.lit(FOUND)).unionByName(
