@@ -159,7 +159,9 @@ def timeline(
 def _of_outbox(row: OutboxMessage) -> Iterator[Event]:
     again = f"again, by {row.replay_id}" if row.replay_id else ""
     yield Event(row.created_at, "stored", row.destination, again)
-    if row.due_at - row.created_at > dt.timedelta(seconds=1) and not row.attempts:
+    if row.due_at - row.created_at > dt.timedelta(seconds=1) and not (
+        row.attempts or row.last_error
+    ):
         yield Event(row.due_at, "due", row.destination, "it was stored with a delay")
     if row.dispatched_at is not None:
         detail = f"after {row.attempts} rejections" if row.attempts else ""

@@ -119,7 +119,8 @@ class CelerySession(Session):
         except self._ends as error:
             refused = self._refusal(error, str(error))
             if refused is not None and len(batch) == 1:
-                self._use_another_channel()
+                with contextlib.suppress(*self._ends):  # the next send finds out
+                    self._use_another_channel()
                 return [refused]
             ended = DispatchUnknown(
                 f"{type(error).__name__}: {error}",

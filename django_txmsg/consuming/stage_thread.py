@@ -281,6 +281,8 @@ class StageThread:
         if session is None:
             return
         if self._subscription.held:
+            # The broker may have taken the delivery back: that counts no attempt.
+            session.ping()
             self._work(session, self._subscription.held)
             return
         admitted = self.room is None or self.room.admits()

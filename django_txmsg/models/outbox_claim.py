@@ -61,6 +61,8 @@ class Claimed(NamedTuple):
     floor: str
     #: The service that stored it; "" for an earlier release.
     service: str
+    #: Whether the broker or the destination has refused it before.
+    has_error: bool
 
 
 class ClaimingManager(SqlManager):
@@ -162,7 +164,7 @@ class ClaimingManager(SqlManager):
                 expires_at, attempts, replay_id, linked_at,
                 COALESCE(expires_at <= {now}, FALSE),
                 {instant_text_sql(connection, "created_at")},
-                (SELECT {first_due} FROM picked), service
+                (SELECT {first_due} FROM picked), service, last_error <> ''
             """,  # noqa: S608 - constants only
         )
         parameters += [
@@ -340,7 +342,7 @@ def _leads_sql(table: str, row: str, ours: str, stays: str) -> str:
 def _claimed(row: Sequence[Any]) -> Claimed:
     pk, message_id, destination, key, correlation_id, headers, kind, body, *rest = row
     expires_at, attempts, replay_id, linked_at, expired, created, *last = rest
-    floor, service = last
+    floor, service, has_error = last
     return Claimed(
         pk,
         message_id if len(message_id) == 36 else str(uuid.UUID(message_id)),
@@ -358,6 +360,7 @@ def _claimed(row: Sequence[Any]) -> Claimed:
         _instant_text(created),
         floor,
         service,
+        bool(has_error),
     )
 
 

@@ -304,16 +304,26 @@ class Lane:
                 )
         alive = [row for row in claimed if not row.expired]
         # A message that failed before may be the one on which the broker hangs up: it
-        # is sent alone, with those that must follow it, and takes no others down.
-        behind = {row.key for row in alive if row.attempts and row.key}
-        suspect = [row for row in alive if row.attempts or row.key in behind]
-        fresh = [row for row in alive if not (row.attempts or row.key in behind)]
+        # is sent alone, with those that must follow it, and takes no others down. So
+        # may a refused one, if its destination is not paused.
+        suspects = {
+            row.id
+            for row in alive
+            if row.attempts or (row.has_error and not self._pauses_destinations)
+        }
+        behind = {row.key for row in alive if row.id in suspects and row.key}
+        suspect = [row for row in alive if row.id in suspects or row.key in behind]
+        fresh = [row for row in alive if not (row.id in suspects or row.key in behind)]
         try:
             self._send(fresh, settlement, apart=False)
             self._send(suspect, settlement, apart=True)
         except BrokerUnavailable:
             settlement.give_back(alive)
             raise
+
+    @property
+    def _pauses_destinations(self) -> bool:
+        return get_broker(self.broker_alias).pauses_destinations
 
     @property
     def next_trial(self) -> float | None:
@@ -433,9 +443,8 @@ class Lane:
 
     def _pause(self, found: Receipts) -> None:
         """Pause, for all lanes, the destinations that currently accept no messages."""
-        if not get_broker(self.broker_alias).pauses_destinations:
-            return
         stored = {row.destination for row in found.stored} if found.refused else ()
         for destination, error in found.unavailable.items():
-            self._refused.add(destination)
+            if self._pauses_destinations:
+                self._refused.add(destination)
             self._pauses.refused(destination, error, progress=destination in stored)

@@ -6,6 +6,10 @@ message. All lanes of this process that relay from one database to one broker ex
 paused destination from their claims. When the pause ends, one lane tries to send a
 small batch. After each batch that the broker stores completely, the next batch is
 larger.
+
+A broker can declare that its destinations must not be paused, because one destination
+stands for several queues (`Broker.pauses_destinations`). Their outages are only
+reported: the refused messages themselves wait.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import time
 from collections.abc import Set as AbstractSet
 
 from .. import conf
+from ..brokers import get_broker
 from ..errors import DestinationUnavailable
 from ..runtime.breaker import Breaker
 from ..runtime.per_process import PerProcess
@@ -57,7 +62,7 @@ class Pauses:
 
     def held(self) -> AbstractSet[str]:
         """Return the paused destinations."""
-        if not self._trials:
+        if not self._trials or self._only_reports:
             return frozenset()
         with self._lock:
             return frozenset(self._trials)
@@ -75,7 +80,7 @@ class Pauses:
 
     def next_trial(self) -> float | None:
         """Return the seconds until a lane can start the next trial, if any."""
-        if not self._trials:
+        if not self._trials or self._only_reports:
             return None
         with self._lock:
             due = [one.remaining for one in self._trials.values()]
@@ -105,12 +110,31 @@ class Pauses:
         call `end_trial()`. Returns None if no trial is due."""
         if not self._trials:
             return None
+        if self._only_reports:
+            self._end_reports()
+            return None
         with self._lock:
             for trial in self._trials.values():
                 if trial.remaining == 0:
                     trial.taken = True
                     return trial
         return None
+
+    @property
+    def _only_reports(self) -> bool:
+        return not get_broker(self._broker).pauses_destinations
+
+    def _end_reports(self) -> None:
+        """End the outages of destinations that have refused no message for longer than
+        refused messages wait."""
+        patience = 2 * conf.get().RELAY.BREAKER_MAX_PAUSE
+        with self._lock:
+            trials = list(self._trials.values())
+            over = [t for t in trials if time.monotonic() - t.refused_at > patience]
+            for trial in over:
+                del self._trials[trial.destination]
+        for trial in over:
+            trial.breaker.worked()
 
     def end_trial(self, trial: Trial, claimed: int | None, enough: int) -> None:
         """End a trial. `claimed` is the number of messages in the trial, or None if the

@@ -18,9 +18,11 @@ from django.db import transaction
 from kombu import Exchange, Queue
 
 from django_txmsg.celery import following
-from django_txmsg.errors import BrokerUnavailable
+from django_txmsg.errors import BrokerUnavailable, DestinationUnavailable
 from django_txmsg.models import InboxMessage, OutboxMessage
 from django_txmsg.relaying.lane import Lane
+from django_txmsg.relaying.relay import Relay
+from django_txmsg.runtime import breaker
 from tests.app.models import Effect
 from tests.celery_shop import (
     add,
@@ -321,7 +323,7 @@ def test_a_task_for_a_full_queue_waits_without_attempts(
 ) -> None:
     """A task's queue is full, and refuses more. Calls of the same task for another
     queue are sent meanwhile, and the refused ones when there is room."""
-    settings.TXMSG = {**settings.TXMSG, "RELAY": {"BREAKER_MAX_PAUSE": 0.2}}
+    settings.TXMSG = {**settings.TXMSG, "RELAY": {"BREAKER_MAX_PAUSE": 1.0}}
     limits = {"x-max-length": 1, "x-overflow": "reject-publish"}
     full = Queue("tests.celery.limited", queue_arguments=limits)
     lane = Lane("default", "celery", batch_size=4)
@@ -344,6 +346,10 @@ def test_a_task_for_a_full_queue_waits_without_attempts(
                 lane.dispatch()
             waiting = list(OutboxMessage.objects.filter(dispatched_at=None))
             assert len(waiting) == 9
+            (outage,) = breaker.outages()
+            assert (outage.kind, "is full" in outage.error) == ("destination", True)
+            with pytest.raises(DestinationUnavailable, match="is full"):
+                Relay(["default"], ["celery"], lanes=1).run(once=True)
             assert {row.attempts for row in waiting} == {0}
             assert {"is full" in row.last_error for row in waiting} == {True}
 
@@ -353,6 +359,12 @@ def test_a_task_for_a_full_queue_waits_without_attempts(
                 return _pending() == 0
 
             wait_until(sent_when_there_is_room, deadline=60)
+
+            def reported_as_over() -> bool:
+                lane.dispatch()
+                return not breaker.outages()
+
+            wait_until(reported_as_over)
             bound.delete()
     finally:
         lane.close()
