@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from django.db import IntegrityError, models, transaction
-from django.db.models import Q
+from django.db.models import F, Q
 from django.db.models.functions import Now
 
 from .bulk_operation import BulkOperation
@@ -21,6 +21,8 @@ from .fields import Later
 
 #: Seconds for which one process has the delivery of an alert. Then it is tried again.
 LEASE = 60.0
+#: How long the end of an alert is tried.
+TRIED = dt.timedelta(days=1)
 #: How long ended alerts are kept.
 KEPT = dt.timedelta(days=90)
 
@@ -53,11 +55,12 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         """Return the alerts of these services whose start or end has yet to be
         delivered, including those that a process is delivering now. If an alert ends
         before all receivers got its start, they all get its end: some may have got the
-        start."""
+        start. Alerts that were not tried come first, open ones before ended ones."""
         begun = Q(ended_at=None, delivered="")
-        ended = Q(ended_at__isnull=False) & ~Q(delivered="resolved")
+        ended = Q(ended_at__gt=Later(-TRIED.total_seconds())) & ~Q(delivered="resolved")
         rows: Any = self.filter(begun | ended, service__in=services)
-        return list(rows.order_by("pk"))
+        order = (F(name).asc(nulls_first=True) for name in ("lease_until", "ended_at"))
+        return list(rows.order_by(*order, "pk"))
 
     def claim(self, alert: Alert) -> bool:
         """Reserve the delivery of an alert for LEASE seconds. Returns False if another

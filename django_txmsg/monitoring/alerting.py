@@ -29,7 +29,7 @@ from .status import Status
 
 log = logging.getLogger("django_txmsg.alerts")
 
-#: Seconds between two comparisons.
+#: Seconds between two comparisons, and for which alerts are delivered between them.
 EVERY = 15.0
 #: Most alerts about dead letters at a time; more are one alert.
 MOST_DEAD = 50
@@ -95,16 +95,19 @@ class Alerting(TimeLoop):
 
     def _keep(self, using: str) -> float:
         """Compare the current alarms with the open alerts. Deliver the alerts that have
-        begun or ended. Return the seconds until the next comparison."""
+        begun or ended, for EVERY seconds: more would delay the next comparison. Return
+        the seconds until the next comparison."""
         if not self.is_idle(using):
             self._compare(using)
             alerts = Alert.objects.db_manager(using).undelivered(conf.get().services)
             left = {(one.pk, one.status) for one in alerts}
             self._reached = {k: v for k, v in self._reached.items() if k in left}
+            until = time.monotonic() + EVERY
             for alert in alerts:
-                if not self._stop.is_set():
-                    liveness.turned(LEASE)  # a receiver may take its time
-                    self._deliver(alert, using)
+                liveness.turned(LEASE)  # a receiver may take its time
+                self._deliver(alert, using)
+                if self._stop.is_set() or time.monotonic() > until:
+                    break
         return EVERY
 
     def _compare(self, home: str) -> None:

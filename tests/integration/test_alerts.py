@@ -164,6 +164,36 @@ def test_a_refused_alert_is_delivered_later_and_its_end_only_after_it(
     ]
 
 
+@pytest.mark.django_db
+def test_a_new_alert_does_not_wait_for_receivers_that_refuse_many_old_ones(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alerting, "EVERY", 1e-9)  # one delivery for each comparison
+    receiver.answers = [500] * 6
+    for name, hours in (("given up", 25), ("second", 2), ("third", 1)):
+        Alert.objects.create(
+            service="tests", name=name, kind="dead", ended_at=factories.ago(hours=hours)
+        )
+
+    with alerts("dead"):
+        loop = Alerting(["default"])
+        factories.DeadLetterFactory(fingerprint="a" * 16)
+        loop.tick()
+        loop.tick()
+        factories.DeadLetterFactory(fingerprint="b" * 16)
+        for _ in range(3):
+            loop.tick()
+        # As if a minute had passed: the first to be tried again is tried first.
+        newest = Alert.objects.order_by("pk").last()
+        Alert.objects.exclude(lease_until=None).update(lease_until=factories.ago())
+        Alert.objects.filter(pk=newest.pk).update(lease_until=factories.ago(hours=1))
+        loop.tick()
+
+    new = [f"dead/{one * 16} orders.place" for one in "ab"]
+    called = [call["alert"] for call in receiver.calls]
+    assert called == [new[0], "second", new[1], "third", new[1]]
+
+
 class Refusing(BaseEmailBackend):
     """A mail backend that raises its own type of exception, as mail providers' backends
     do."""
