@@ -242,18 +242,16 @@ class ConfirmPages(Pages):
         self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
     ) -> HttpResponse:
         token = request.POST.get("shown")
-        forced = request.POST.get("force") == "1"
         tolerates = int(request.POST.get("tolerates") or 0)
         first = request.POST.get("first") == "1" and kind == BulkKind.REDELIVER
-        how = ", even if processed in the meantime" if forced else ""
-        how += ", one first" if first else ""
+        how = ", one first" if first else ""
         operation = start(
             request,
             kind,
             filters,
             using,
-            lambda one: f"{kind.capitalize()} {one.subject}{how}",
-            force=forced,
+            lambda one: f"{kind.capitalize()} {one.subject}{one.forced}{how}",
+            force=request.POST.get("force") == "1",
             shown=Shown.parse(token) if token else None,
             tolerates=max(tolerates, 0) if first else None,
         )

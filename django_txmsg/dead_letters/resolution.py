@@ -164,7 +164,7 @@ def discard(
     tally.skipped |= {
         one.pk: f"this service does not declare stage {one.stage!r}, so it cannot "
         "revoke the request that the undo reverses: discard the undo in the service "
-        "of that stage; or with force, if the stage is gone"
+        "of that stage; or, if the stage is gone, with `dead_letters discard --force`"
         for one in batch
         if undone.get(one.pk, []) is None and not operation.force
     }

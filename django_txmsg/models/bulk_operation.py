@@ -134,6 +134,14 @@ class BulkOperation(models.Model):
         return f"{self.total:,} {self.noun}{'s' * (self.total != 1)}"
 
     @property
+    def forced(self) -> str:
+        """What `force` adds to the description of the operation."""
+        if not self.force:
+            return ""
+        redelivers = self.kind == BulkKind.REDELIVER
+        return ", even if processed in the meantime" if redelivers else ", with force"
+
+    @property
     def noun(self) -> str:
         """The kind of row that the operation changes: "dead letter" or "run"."""
         return "run" if self.kind == BulkKind.GO_BACK else "dead letter"

@@ -19,6 +19,7 @@ from django.db import DatabaseError, OperationalError, connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
+from django_txmsg import wire
 from django_txmsg.models import (
     AuditEntry,
     BulkOperation,
@@ -212,6 +213,22 @@ def test_messages_older_than_the_inbox_are_warned_about() -> None:
     text = run("dead_letters", "redeliver", "--all", "--dry-run")
 
     assert "1 of them are older than the inbox remembers (14 days)" in text
+
+
+def test_an_undo_in_doubt_of_an_unknown_stage_is_discarded_with_force_only() -> None:
+    undone = wire.Undone(uuid.uuid4(), factories.ago(), False)
+    letter = factories.DeadLetterFactory(
+        reason="undo_in_doubt", stage="gone", headers={wire.UNDOES: str(undone)}
+    )
+
+    out = run("dead_letters", "discard", str(letter.pk))
+    assert "if the stage is gone, with `dead_letters discard --force`" in out
+    run("dead_letters", "discard", str(letter.pk), "--force")
+
+    letter.refresh_from_db()
+    assert letter.resolution == "discarded"
+    said = AuditEntry.objects.order_by("-pk")[0].text
+    assert said.startswith("Discard 1 dead letter, with force; filter: ")
 
 
 def test_a_dry_run_names_undos_in_doubt_that_it_would_confirm() -> None:

@@ -189,8 +189,9 @@ _FLAGS = {
     "--all": "all there are",
     "--again": "died again after a redelivery",
     "--one-first": "redeliver one; when a consumer has processed it, 10, 100, the rest",
-    "--force": "redeliver also messages that their stage has processed since; the bulk "
-    "operation records who did so",
+    "--force": "redeliver also messages that their stage has processed since; discard "
+    "also undos in doubt whose stage is not declared here; the bulk operation records "
+    "who did so",
     "--dry-run": "print how many, and a token for --shown",
     "--json": "print JSON",
 }
@@ -398,7 +399,7 @@ class Command(DatabaseCommand):
                 using,
                 Deed(action),
                 f"{action.capitalize()} {operation.subject}"
-                f"{', even if processed in the meantime' if operation.force else ''}"
+                f"{operation.forced}"
                 f"{', one first' if options['one_first'] else ''}; "
                 f"filter: {filters or 'all'}{f'; why: {why}' if why else ''}.",
                 operation=operation,
