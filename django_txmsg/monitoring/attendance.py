@@ -76,9 +76,11 @@ class Attendance:
 
     def consumes(self, service: str) -> bool:
         """Whether a consumer of this service is running. If `service` is "", any
-        consumer counts."""
+        consumer counts. For our former name, our present consumers count."""
         found = {one.service for one in self.living if one.kind == "consumer"}
-        return bool(found & {"", service} if service else found)
+        ours = conf.get()
+        renamed = {ours.SERVICE} if service in ours.FORMER_SERVICES else set()
+        return bool(found & {"", service, *renamed} if service else found)
 
     @property
     def serving(self) -> Counter[str]:

@@ -10,6 +10,7 @@ from django.test import Client
 
 from django_txmsg.dead_letters import bulk
 from tests import factories
+from tests.running import txmsg
 
 URL = "/admin/django_txmsg/bulkoperation/"
 
@@ -56,6 +57,9 @@ def test_an_operation_without_a_consumer_of_its_service_says_so(
 
     factories.WorkerFactory(service="shop")
     assert missing in operator.get(address).content.decode()
+    renamed = txmsg(SERVICE="shop", FORMER_SERVICES=("tests",))
+    with renamed:
+        assert missing not in operator.get(address).content.decode()
     factories.WorkerFactory(service="tests")
     assert missing not in operator.get(address).content.decode()
 
