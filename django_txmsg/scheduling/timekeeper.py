@@ -20,7 +20,7 @@ from .. import conf
 from ..errors import DuplicateMessage
 from ..models import Schedule
 from ..models.fields import clock, limit_waits
-from ..runtime import database_health
+from ..runtime import database_health, liveness
 from ..sending.outbox import send_message
 from . import timetable
 from .time_loop import AFTER_REFUSAL, TimeLoop
@@ -94,6 +94,7 @@ class Timekeeper(TimeLoop):
     ) -> float:
         """Do what is due for one recurring message. Returns the seconds until the next
         check. An error that concerns only this message does not delay the others."""
+        liveness.turned()  # it may wait for a lock
         try:
             if row is not None:
                 return self._store_due(one, row, began, now)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from io import StringIO
@@ -21,6 +22,7 @@ from django_txmsg import every, make_recurring, remove_recurring
 from django_txmsg.errors import ConfigurationError, InvalidMessage
 from django_txmsg.models import AuditEntry, OutboxMessage, Schedule
 from django_txmsg.monitoring import schedule
+from django_txmsg.runtime import liveness
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.scheduling.timetable import forget
 from tests.admin.conftest import somebody  # noqa: F401 - a fixture
@@ -117,6 +119,32 @@ def test_recurring_message_is_made_and_removed_by_its_transaction() -> None:
             work()
             raise KeyError
     assert Schedule.objects.get().name == "kept"
+
+
+@pytest.mark.django_db
+def test_each_recurring_message_counts_as_a_turn_of_the_loop(
+    clock: Clock, timekeeper: Timekeeper
+) -> None:
+    for name in "abc":
+        make(name, body=name)
+    clock.now += MINUTE
+    began, turned = [time.monotonic()], []
+
+    def look(execute: Any, sql: str, *rest: Any) -> Any:
+        if sql.startswith("UPDATE"):
+            now = time.monotonic()
+            turned.append(now - liveness.state().silent > began[-1])
+            began.append(now)
+        return execute(sql, *rest)
+
+    liveness.begin("timekeeper")
+    try:
+        with connections["default"].execute_wrapper(look):
+            timekeeper.tick()
+    finally:
+        liveness.ended()
+
+    assert turned == [True, True, True]
 
 
 @committing
