@@ -305,5 +305,7 @@ class FindingAdmin(ReadOnlyAdmin):
 
 def _mark(findings: QuerySet[Finding]) -> str:
     """Return a text that tells these findings from any others."""
-    ids = [one.int for one in findings.values_list("pk", flat=True)]
-    return f"{len(ids)}.{sum(ids) % 2**128}"
+    count = total = 0
+    for pk in findings.values_list("pk", flat=True).iterator():
+        count, total = count + 1, (total + pk.int) % 2**128
+    return f"{count}.{total}"
