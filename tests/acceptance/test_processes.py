@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 
 from django_txmsg.models import Worker
 from django_txmsg.sending.outbox import send_message, send_messages
@@ -193,6 +193,25 @@ def test_when_the_parent_is_killed_its_children_finish_and_end(
     assert not alive
     assert effects() == 1
     assert not Worker.objects.exists()
+
+
+@pytest.mark.postgresql
+def test_a_child_that_waits_for_a_lock_ends_after_its_parent(
+    start: Callable[..., ManageProcess],
+) -> None:
+    process = start("relay", "--processes", "1")
+    left = [psutil.Process(pid) for pid in working(1, "relay")]
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("LOCK TABLE django_txmsg_outboxmessage")
+
+        def waits() -> bool:
+            cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            return bool(cursor.fetchone()[0])
+
+        wait_until(waits)
+        process.kill()
+        _, alive = psutil.wait_procs(left, timeout=40)
+    assert not alive
 
 
 def test_sighup_replaces_the_children_one_after_the_other(

@@ -58,7 +58,6 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         # A terminal sends Ctrl-C and its hang-up to all: the parent decides for them.
         signals = [signal.SIGTERM]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        _supervisor.end_with_parent(stop)
     ended = threading.Event()
 
     def handle(number: int, reading: socket.socket) -> None:
@@ -75,7 +74,13 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
             "Stopping after the messages in progress. Press Ctrl-C again to quit now.",
         )
 
-    with _supervisor.signals_read(signals, handle):
+    def orphaned(reading: socket.socket) -> None:
+        if not seen:
+            handle(signal.SIGTERM, reading)
+
+    with _supervisor.signals_read(signals, handle) as reading:
+        if _supervisor.is_child():
+            _supervisor.end_with_parent(lambda: orphaned(reading))
         try:
             yield
         finally:
