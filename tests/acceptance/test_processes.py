@@ -420,3 +420,12 @@ def test_a_wrong_option_is_refused(
     process = start("consume", *options)
     assert process.wait() == 1
     assert said in process.output
+
+
+def test_run_refuses_a_wrong_address_before_it_says_that_it_runs(
+    start: Callable[..., ManageProcess],
+) -> None:
+    process = start("txmsg", "run", "--http", "")
+    assert process.wait() == 1
+    assert "must be HOST:PORT" in process.output
+    assert "Running" not in process.output

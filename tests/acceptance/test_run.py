@@ -190,7 +190,8 @@ def test_run_prunes_without_cron(run: Callable[..., ManageProcess]) -> None:
 def test_changed_code_restarts_the_process(
     run: Callable[..., ManageProcess], code: Path
 ) -> None:
-    process = run("--reload")
+    process = run("--reload", "--http", "127.0.0.1:0")
+    process.wait_for_line("Answering at http://127")
     put("tests.run")
     wait_until(lambda: effects("first"), message=lambda: process.output)
     (before,) = psutil.Process(process.pid).children()

@@ -309,12 +309,12 @@ class Command(BaseCommand):
             raise CommandError(str(error)) from error
         supervise(options, self.stderr)
         with ExitStack() as stack:
+            stack.enter_context(working(service.stop, options, self.stderr))
             if options["verbosity"] > 0:
                 self._introduce(databases, brokers, stages)
                 consumed = {stage.destination for stage in stages}
                 lines = Lines(self._line, self.style, consumed)
                 stack.enter_context(lines.printing())
-            stack.enter_context(working(service.stop, options, self.stderr))
             stack.enter_context(heartbeat(service.relay, service.stop))
             try:
                 service.run()

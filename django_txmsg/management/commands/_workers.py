@@ -105,6 +105,8 @@ class Handler(BaseHTTPRequestHandler):
     def _alive(self, query: str) -> None:
         try:
             within = float(parse_qs(query).get("within", [str(WITHIN)])[0])
+            if not within >= 0:
+                raise ValueError
         except ValueError:
             self._answer(400, "within is a number of seconds.")
             return
@@ -193,7 +195,7 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
             folder = stack.enter_context(made)
         supervisor = Supervisor(count, {MULTIPROC: folder} if folder else None)
         stack.enter_context(_state_written(needed=True))
-        if options["http"]:
+        if options["http"] is not None:
             server = HttpServer(
                 options["http"],
                 lambda within: alive(within) or supervisor.alive(within),
@@ -222,13 +224,14 @@ def working(
 @contextmanager
 def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
     """While the block runs, answer liveness probes through the process's state file,
-    and with `--http` also by HTTP. A parent answers HTTP for its children."""
+    and with `--http` also by HTTP. The parent of `--processes` answers HTTP for its
+    children."""
     with ExitStack() as stack:
         stack.enter_context(_state_written(needed=_supervisor.is_child()))
-        if options["http"]:
+        if options["http"] is not None:
             with suppress(ConfigurationError):  # without the extra: /metrics says so
                 metrics.install()
-            if not _supervisor.is_child():
+            if not _supervisor.is_child() or options.get("reload"):
                 server = HttpServer(
                     options["http"], alive, lambda: liveness.state().ready
                 )
