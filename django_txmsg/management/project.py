@@ -20,9 +20,10 @@ from django.utils.module_loading import module_has_submodule
 from .. import contracts
 from ..dead_letters.burial import bury_unread
 from ..django_internals import settings_of
-from ..models import OutboxMessage
+from ..models import InboxMessage, OutboxMessage
 from ..models.monitoring import Deed
-from .terminal import not_blank, record
+from ..monitoring import pausing
+from .terminal import chosen_database, not_blank, record
 
 MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
 
@@ -172,7 +173,7 @@ class Contracts(BaseCommand):
         )
         bury = actions.add_parser("bury", help="Bury messages that need newer code.")
         bury.add_argument("--stage", type=not_blank, help="Of this stage alone.")
-        bury.add_argument("--database", metavar="ALIAS", default="default")
+        bury.add_argument("--database", metavar="ALIAS")
         for action in (export, check):
             action.add_argument(
                 "file",
@@ -181,7 +182,8 @@ class Contracts(BaseCommand):
             )
         check.add_argument("--json", action="store_true")
         check.add_argument(
-            "--database", metavar="ALIAS", nargs="?", const="default",
+            "--database", metavar="ALIAS", nargs="?",
+            const=router.db_for_write(OutboxMessage),
             help="Also look for messages that wait for something removed.",
         )  # fmt: skip
 
@@ -189,7 +191,10 @@ class Contracts(BaseCommand):
         if options["action"] == "export":
             self._export(options["file"])
         elif options["action"] == "bury":
-            using, stage = options["database"], options["stage"] or ""
+            using = chosen_database(options, InboxMessage)
+            stage = options["stage"] or ""
+            if stage and not pausing.is_known(stage, using):
+                raise CommandError(f"There is no stage {stage!r} here.")
             # First: it is done in many transactions, each of which may be the last.
             of = f"stage {stage}" if stage else "all stages"
             said = f"Bury messages of {of} that need newer code."
@@ -217,8 +222,9 @@ class Contracts(BaseCommand):
         before = contracts.read(file)
         now = contracts.build(before)
         broken = contracts.breaking(before, now)
-        if options["database"]:
-            broken += contracts.waiting(before, now, options["database"])
+        if options["database"] is not None:
+            using = chosen_database(options, OutboxMessage)
+            broken += contracts.waiting(before, now, using)
         if options["json"]:
             changes = [one._asdict() for one in broken]
             self.stdout.write(json.dumps({"breaking": changes}, indent=2))

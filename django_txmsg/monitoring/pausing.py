@@ -20,7 +20,7 @@ def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | Non
     """
     using = router.db_for_write(StageState)
     states = StageState.objects.db_manager(using)
-    if paused and not _is_known(name, using):
+    if not is_known(name, using):
         raise LookupError(name)
     changed = states.pause(name, by=by, why=why) if paused else states.resume(name)
     return states.get(stage=name) if changed else None
@@ -49,13 +49,14 @@ def entry(what: str, *, paused: bool, why: str) -> tuple[Deed, str]:
     return Deed.RESUME, f"Resumed {what}{because}"
 
 
-def _is_known(name: str, using: str) -> bool:
+def is_known(name: str, using: str) -> bool:
     """Return True if a stage with this name is declared here, is consumed by another
     process, or has rows."""
     consumed = Worker.objects.using(using).values_list("stages", flat=True)
     return bool(name) and (
         any(one.name == name for one in all_stages())
         or any(name in stages for stages in consumed)
+        or StageState.objects.using(using).filter(stage=name).exists()
         or InboxMessage.objects.using(using).filter(stage=name).exists()
         or DeadLetter.objects.using(using)
         .filter(stage=name, resolution=Resolution.OPEN)

@@ -374,6 +374,9 @@ def test_rows_waiting_for_a_removed_type_are_reported(tmp_path: Path) -> None:
             0,
         )
     with service(sends={"elsewhere": First}):
+        for alias in ("nope", ""):
+            with pytest.raises(CommandError, match=f"No database '{alias}'"):
+                run("check", file, "--database", alias)
         said, code = run("check", file, "--database", "default")
 
     assert code == 1

@@ -367,7 +367,10 @@ def test_message_needing_newer_code_alarms_after_15_minutes() -> None:
 def test_operator_buries_unreadable_messages_after_a_roll_back(
     named: bool,
 ) -> None:
-    with declared(first, name="tests.place") as stage:
+    with (
+        declared(first, name="tests.place") as stage,
+        declared(first, name="tests.other"),
+    ):
         sent = [send(stage.destination, ORDER) for _ in range(3)]
         step(stage, times=3)
         destination = stage.destination
@@ -376,8 +379,13 @@ def test_operator_buries_unreadable_messages_after_a_roll_back(
         )
         arguments = ["--stage", "tests.place"] if named else []
         call_command("txmsg", "contracts", "bury", "--stage", "tests.other")
-        with pytest.raises(CommandError, match="is blank"):
-            call_command("txmsg", "contracts", "bury", "--stage", "")
+        for wrong, why in (
+            (["--stage", ""], "is blank"),
+            (["--stage", "nope"], "no stage 'nope'"),
+            (["--database", "nope"], "No database 'nope'"),
+        ):
+            with pytest.raises(CommandError, match=why):
+                call_command("txmsg", "contracts", "bury", *wrong)
         assert DeadLetter.objects.count() == 0
         call_command("txmsg", "contracts", "bury", *arguments)
 
