@@ -366,7 +366,7 @@ def find(names: Sequence[str]) -> list[Stage]:
             raise ConfigurationError(
                 f"No stage {name!r}; known: {', '.join(sorted(known)) or 'none'}."
             )
-    return [known[name] for name in names or sorted(known)]
+    return [known[name] for name in dict.fromkeys(names or sorted(known))]
 
 
 def consumers(destination: str, broker: str) -> list[str]:

@@ -19,6 +19,7 @@ from django.utils.module_loading import import_string
 from .. import brokers, conf
 from ..django_internals import settings_of
 from ..envelope.broker_url import split_url
+from ..envelope.codec import Codec
 from ..errors import ConfigurationError
 from ..lazy_imports import install
 from ..stages import all_stages
@@ -88,7 +89,8 @@ def _other_name() -> Iterator[CheckMessage]:
     if hasattr(django_settings, "TXMSG"):
         return
     for name in dir(django_settings):
-        if "TXMSG" in name and isinstance(getattr(django_settings, name), Mapping):
+        named = "TXMSG" in name.replace("_", "")  # TX_MSG, say
+        if named and isinstance(getattr(django_settings, name), Mapping):
             yield Warning(
                 f"The settings have {name} and no TXMSG: defaults are used.",
                 hint=f"Rename {name} to TXMSG.",
@@ -159,8 +161,12 @@ def _paths() -> Iterator[CheckMessage]:
         if path is None:
             continue
         try:
-            usable = callable(import_string(path))
+            found = import_string(path)
+            usable = callable(found)
             why = "it is not a function"
+            if name == '["CODECS"]':
+                usable = isinstance(found(), Codec)
+                why = "it makes no Codec"
         except Exception as error:
             usable, why = False, f"{type(error).__name__}: {error}"
         if not usable:

@@ -34,6 +34,7 @@ from ..errors import TxmsgError
 from ..lazy_imports import install
 from ..models import OutboxMessage, Worker
 from ..models.fields import clock
+from ..models.outbox import PENDING
 from ..monitoring import attendance
 from ..monitoring.alarms import listed
 from ..monitoring.databases import with_tables
@@ -319,7 +320,7 @@ def _workers(home: str) -> Iterator[Examined]:
     if present.relayed:
         yield Examined("relay", GOOD, "at work")
     else:
-        waits = OutboxMessage.objects.using(home).filter(dispatched_at=None)[:1]
+        waits = OutboxMessage.objects.using(home).filter(PENDING)[:1]
         text = "none is running, and messages wait" if waits else "none is running"
         yield Examined("relay", WARNING, text, start)
     alone = present.unattended([stage.name for stage in all_stages()])

@@ -19,6 +19,7 @@ from ..models.fields import Later, clock
 from ..models.monitoring import Deed
 from ..monitoring import runs
 from ..monitoring.lengths import duration
+from ..rules.dead_letters import wrong_rate
 from .terminal import (
     chosen_database,
     local,
@@ -55,7 +56,7 @@ class Command(BaseCommand):
             help="has waited at least this long: 30m, 12h, 7d",
         )
         add("--all", action="store_true", help="all open runs")
-        add("--limit", type=int, default=50, metavar="N", help="lines of list")
+        add("--limit", type=int, metavar="N", help="lines of list (default: 50)")
         add("--to", default="", metavar="STEP", help="of go-back: the step")
         add("--value", type=not_blank, metavar="JSON",
             help="of resume and go-back: the step's argument")  # fmt: skip
@@ -69,8 +70,12 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         using = chosen_database(options, Run)
         found = _selected(using, options)
+        limit = options["limit"]
         if options["action"] == "list":
-            self._list(found[: max(options["limit"], 0)], using, options["json"])
+            limit = 50 if limit is None else max(limit, 0)
+            self._list(found[:limit], using, options["json"])
+        elif limit is not None:
+            raise CommandError("--limit is only for list.")
         elif options["action"] == "show":
             if not options["runs"]:
                 raise CommandError("Which one? Give its id.")
@@ -118,6 +123,8 @@ class Command(BaseCommand):
     def _act(
         self, action: str, found: Any, using: str, options: dict[str, Any]
     ) -> None:
+        if wrong := wrong_rate(options["rate"]):
+            raise CommandError(wrong)
         narrowed = ("runs", "flow", "key", "step", "state", "older_than", "all")
         if not any(options[name] for name in narrowed):
             raise CommandError(

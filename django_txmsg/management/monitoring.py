@@ -59,6 +59,8 @@ class Alerts(BaseCommand):
                 f"{one.status:<8}  {local(one.since)}{ended}  "
                 f"{printable(one.name)}: {printable(one.text)}"
             )
+        if not found:
+            self.stdout.write("There is no such alert.")
 
 
 # `manage.py txmsg audit`: who did what, newest first.
@@ -105,6 +107,8 @@ class Audit(BaseCommand):
             text = printable(one.text)
             by = printable(one.by)
             self.stdout.write(f"{local(one.at)}  {by}: {text}")
+        if not found:
+            self.stdout.write("There is no such entry.")
 
 
 # `manage.py txmsg alive`: a liveness probe without a port.
@@ -136,6 +140,8 @@ class Alive(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
+        if not options["within"] >= 0:
+            raise CommandError("--within must be 0 or more.")
         states = process_states.running()
         if not states:
             raise CommandError(

@@ -188,6 +188,8 @@ class Bulk(BaseCommand):
                     f"{one['skipped']:,} skipped, by {one['by'] or 'unknown'}{why}"
                 )
             )
+        if not found:
+            self.stdout.write("There is no bulk operation.")
 
     def _move(self, using: str, verb: str, pk: int) -> None:
         operations = BulkOperation.objects.db_manager(using)

@@ -120,6 +120,8 @@ class Stages(PausingCommand):
                     f"{pause_note(place) if place.paused_at else ''}"
                 )
             )
+        if not places:
+            self.stdout.write("There is no stage here.")
 
 
 # `manage.py txmsg rate list|set|reset`: the rates of stages, changed for a while.
@@ -154,7 +156,7 @@ class Rate(BaseCommand):
         with transaction.atomic(using=states.db):
             if options["action"] == "reset":
                 if not states.unlimit(name):
-                    raise CommandError(f"Stage {name!r} has its own rate already.")
+                    raise CommandError(f"No stage {name!r} has a changed rate.")
                 said = f"Stage {name} has its own rate again."
             else:
                 age = options["age"]
@@ -226,9 +228,11 @@ class Schedules(PausingCommand):
         for one in found:
             shown = _timing_as_json(one)
             self.stdout.write(
-                f"{one.name}  {shown['every'] or 'unknown here'} {shown['tz']}  "
-                f"to {shown['destination'] or '-'}  last {shown['last'] or '-'}  "
-                f"next {shown['next'] or '-'}{_timing_note(one)}"
+                printable(
+                    f"{one.name}  {shown['every'] or 'unknown here'} {shown['tz']}  "
+                    f"to {shown['destination'] or '-'}  last {shown['last'] or '-'}  "
+                    f"next {shown['next'] or '-'}{_timing_note(one)}"
+                )
             )
         if not found:
             self.stdout.write("Nothing recurs here: no every(), and no SCHEDULE.")
@@ -268,7 +272,7 @@ def _timing_as_json(one: Timing) -> dict[str, Any]:
         "every": declared and declared.expression,
         "tz": declared.cron.tz if declared else "",
         "destination": declared and str(declared.destination),
-        "last": row and row.moves and row.last_tick.isoformat(),
+        "last": row.last_tick.isoformat() if row and row.moves else None,
         "next": one.next and one.next.isoformat(),
         "overdue": one.overdue,
         **values(row, *_PAUSED),

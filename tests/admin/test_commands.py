@@ -18,6 +18,7 @@ from django.core.management import CommandError, call_command
 from django.db import DatabaseError, OperationalError, connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
 
 from django_txmsg import wire
 from django_txmsg.models import (
@@ -25,7 +26,9 @@ from django_txmsg.models import (
     BulkOperation,
     DeadLetter,
     FailureNote,
+    InboxMessage,
     OutboxMessage,
+    Schedule,
     SessionRecord,
     StageState,
 )
@@ -258,6 +261,10 @@ BLANK = ("--search", "--destination", "--fingerprint", "--reason")
         (["note", "--fingerprint", "x"], "Give the note"),
         (["mute", "--fingerprint", "feedfacefeedface"], "why this error is muted"),
         *((["discard", name, " "], "is blank") for name in BLANK),
+        (["discard", "--all", "--limit", "1"], "only for list"),
+        (["redeliver", "--all", "--tolerate", "0"], "only for --one-first"),
+        (["note", "--fingerprint", "x", "--text", "t", "--for", "8h"], "only for mute"),
+        (["unmute", "--fingerprint", "x", "--above", "0"], "only for mute"),
         (["discard", "--older-than", ""], "not an age"),
         (["discard", "--all", "--shown", ""], "Not a token"),
         (["discard", "--all", "--database", ""], "No database ''"),
@@ -385,16 +392,26 @@ def test_control_characters_of_strangers_do_not_move_the_cursor() -> None:
     letter.headers["evil"] = EVIL
     letter.save()
     AuditEntry.objects.record(f"grace{EVIL}", EVIL, deed=Deed.PAUSE)
+    Schedule.objects.create(service="tests", name=EVIL)
+    before = factories.InboxMessageFactory(processed_at=None).message_id
+    row = factories.InboxMessageFactory(processed_at=None, headers={}, body=b"null")
+    InboxMessage.objects.filter(pk=row.pk).update(
+        due_at=timezone.now(), key=EVIL, waits_for=before, waits_since=timezone.now()
+    )
     printed = [
         run("dead_letters", "list"),
         run("dead_letters", "groups"),
         run("dead_letters", "show", str(letter.pk)),
         run("txmsg", "audit"),
         run("message_status"),
+        run("order", "list"),
+        run("txmsg", "schedule", "list"),
     ]
+    (recurring,) = as_json("txmsg", "schedule", "list")["recurring"]
+    assert recurring["last"] is None
     for text in printed:
         assert not set(text) & set("\x1b\r\x9b")
-    assert r"\x1b[2J" in printed[0]
+    assert all(r"\x1b[2J" in printed[place] for place in (0, -2, -1))
     assert "\n\tline" in printed[2]
 
 
@@ -512,14 +529,34 @@ def test_a_stage_is_paused_and_resumed_on_the_terminal() -> None:
     paused = rows["mail.send"]
     assert (paused["waiting"], paused["paused_why"]) == (1, "gateway is down")
     assert paused["paused_by"].startswith("command: ")
-    with pytest.raises(CommandError, match=r"no stage 'mail\.sned'"):
-        run("txmsg", "stages", "pause", "mail.sned")
+    for verb in ("pause", "resume"):
+        with pytest.raises(CommandError, match=r"no stage 'mail\.sned'"):
+            run("txmsg", "stages", verb, "mail.sned")
     run("txmsg", "stages", "resume", "mail.send")
     assert not StageState.objects.paused()
     assert [one.text for one in AuditEntry.objects.order_by("pk")] == [
         "Paused stage mail.send: gateway is down",
         "Resumed stage mail.send.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("dead_letters groups", "0 open dead letters."),
+        ("txmsg alerts list", "There is no such alert."),
+        ("txmsg audit --by nobody", "There is no such entry."),
+        ("txmsg bulk list", "There is no bulk operation."),
+    ],
+)
+def test_an_empty_list_says_so(words: str, said: str) -> None:
+    assert run(*words.split()) == f"{said}\n"
+
+
+def test_alive_refuses_a_limit_that_is_no_number() -> None:
+    for seconds in ("nan", "-1"):
+        with pytest.raises(CommandError, match="0 or more"):
+            run("txmsg", "alive", f"--within={seconds}")
 
 
 def test_a_bulk_operation_is_paused_and_cancelled_on_the_terminal(
@@ -573,7 +610,7 @@ def test_the_audit_is_listed() -> None:
         "user-2: Paused stage 2.",
         "user-1: Paused stage 1.",
     ]
-    assert run("txmsg", "audit", "--text", "stage 7") == ""
+    assert run("txmsg", "audit", "--text", "stage 7") == "There is no such entry.\n"
     [entry] = as_json("txmsg", "audit", "--by", "user-0")["entries"]
     assert (entry["by"], entry["text"]) == ("user-0", "Paused stage 0.")
 

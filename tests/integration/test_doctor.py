@@ -17,6 +17,7 @@ from django.test import override_settings
 
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage
+from tests import factories
 from tests.faults import ManageProcess, wait_until
 from tests.running import committing, declared, txmsg
 from tests.services import ByAmqp, RabbitMQ, free_port
@@ -124,11 +125,15 @@ def test_a_stage_without_a_worker_is_named_until_one_runs() -> None:
     def handler(message: Message) -> None: ...
 
     with txmsg(), declared(handler, "tests.doctored"):
+        factories.OutboxMessageFactory(dead=True)
         _, examined = doctor()
         (stages,) = of(examined, "stages")
         assert stages["state"] == "warning"
         assert "tests.doctored" in stages["text"]
-        assert of(examined, "relay")[0]["text"].startswith("none is running")
+        assert of(examined, "relay")[0]["text"] == "none is running"
+        factories.OutboxMessageFactory()
+        (relay,) = of(doctor()[1], "relay")
+        assert relay["text"] == "none is running, and messages wait"
 
         with ManageProcess("relay"):
             wait_until(lambda: of(doctor()[1], "relay")[0]["state"] == "good")

@@ -327,6 +327,11 @@ def test_acts_on_many_runs_need_a_choice_and_are_rated() -> None:
     for option in ("--flow", "--key", "--step", "--older-than", "--value"):
         with pytest.raises(CommandError, match=r"is blank|not an age"):
             command("cancel", "--all", option, "")
+    with pytest.raises(CommandError, match="--limit is only for list"):
+        command("cancel", "--flow", "acts.trip", "--limit", "1")
+    for rate in ("nan", "0"):
+        with pytest.raises(CommandError, match="greater than zero"):
+            command("cancel", "--flow", "acts.trip", "--rate", rate)
     assert audit() == []
 
     command("go-back", "--step", "approved", "--to", "paid", "--rate", "50")

@@ -168,6 +168,15 @@ def test_a_dotted_path_that_leads_nowhere_is_an_error(name: str, path: str) -> N
     assert repr(path) in found.msg
 
 
+@pytest.mark.parametrize("path", ["os.path.join", "builtins.dict"])
+def test_a_codec_that_is_no_codec_is_an_error(path: str) -> None:
+    with txmsg(CODECS=[path]):
+        found = only(check())
+
+    assert found.id == "txmsg.E005"
+    assert repr(path) in found.msg
+
+
 def test_a_transaction_definition_that_fails_is_an_error() -> None:
     with (
         stage(name="tests.failing"),
@@ -508,7 +517,7 @@ def test_a_port_of_another_protocol_is_a_warning(url: str, right: str | None) ->
         assert right in str(only(found).hint)
 
 
-@pytest.mark.parametrize("name", ["TXMSGS", "DJANGO_TXMSG"])
+@pytest.mark.parametrize("name", ["TXMSGS", "DJANGO_TXMSG", "TX_MSG"])
 def test_settings_under_another_name_are_a_warning(name: str) -> None:
     with override_settings(**{name: {"SERVICE": "shop"}}):
         assert check() == []

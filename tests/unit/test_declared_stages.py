@@ -225,7 +225,7 @@ def test_callable_handlers_are_declared(case: str) -> None:
 def test_a_decorator_may_change_the_arguments(case: str) -> None:
     handler, body, returned = DECORATED[case]
     stage("tests.decorated")(handler)
-    [declared] = find(["tests.decorated"])
+    [declared] = find(["tests.decorated", "tests.decorated"])
 
     message = Message(id=uuid.uuid4(), destination="tests.decorated", body=body)
     assert declared.handler(message) == returned

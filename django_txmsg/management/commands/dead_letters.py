@@ -98,6 +98,8 @@ class Report:
                 f"{_first(group['exception'])}"
                 f"{' (muted)' if group['muted'] else ''}"
             )
+        if not groups:
+            self._out.write("0 open dead letters.")
 
     def shown(self, letters: Iterable[DeadLetter]) -> None:
         """Print all data of the dead letters, one value per line. With `--json`, print
@@ -240,12 +242,12 @@ class Command(DatabaseCommand):
             "--search", type=not_blank, help="message id, correlation id or key"
         )
         parser.add_argument(
-            "--limit", type=_count, default=50, help="of list and groups"
+            "--limit", type=_count, help="of list and groups (default: 50)"
         )
         parser.add_argument("--why", default="", help="kept with the bulk operation")
         parser.add_argument("--rate", type=float, help="messages a second at most")
         parser.add_argument(
-            "--tolerate", type=_count, default=0, metavar="N",
+            "--tolerate", type=_count, metavar="N",
             help="of --one-first: stop when more than N have died again (default: 0)",
         )  # fmt: skip
         parser.add_argument(
@@ -257,13 +259,14 @@ class Command(DatabaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         action = options["action"]
+        _require_use(action, options)
         using = chosen_database(options, DeadLetter)
         report = Report(self.stdout, as_json=options["json"])
         filters = self._filters(using, options)
         if action in ("list", "groups"):
             opened = selection.matching("redeliver", filters, using=using)
             show = report.letters if action == "list" else report.groups
-            show(opened, options["limit"])
+            show(opened, 50 if options["limit"] is None else options["limit"])
         elif action == "show":
             if not options["ids"]:
                 raise CommandError("Which one? Give its id or its message's id.")
@@ -362,8 +365,6 @@ class Command(DatabaseCommand):
         options: dict[str, Any],
         report: Report,
     ) -> None:
-        if options["one_first"] and action != "redeliver":
-            raise CommandError("--one-first is only for redeliver.")
         letters = selection.matching(action, filters, using=using)
         if action != "restore" and not options["json"]:
             facts = selection.summary(letters)
@@ -393,7 +394,7 @@ class Command(DatabaseCommand):
                 force=options["force"],
                 rate=options["rate"],
                 shown=None if token is None else Shown.parse(token),
-                tolerates=options["tolerate"] if options["one_first"] else None,
+                tolerates=(options["tolerate"] or 0) if options["one_first"] else None,
             )
             record(
                 using,
@@ -427,6 +428,20 @@ class Command(DatabaseCommand):
         share = min(1.0, handled / operation.total) if operation.total else 1.0
         bar = "#" * round(share * 40)
         self.stderr.write(f"\r[{bar:<40}] {handled} of {operation.total}", ending="")
+
+
+def _require_use(action: str, options: dict[str, Any]) -> None:
+    """Raise CommandError if an option is given that the action would ignore."""
+    for name, used, what in (
+        ("limit", action in ("list", "groups"), "--limit is only for list and groups."),
+        ("duration", action == "mute", "--for is only for mute."),
+        ("above", action == "mute", "--above is only for mute."),
+        ("one_first", action == "redeliver", "--one-first is only for redeliver."),
+        ("tolerate", options["one_first"], "--tolerate is only for --one-first."),
+    ):
+        given = options[name]
+        if given is not None and given is not False and not used:
+            raise CommandError(what)
 
 
 def _count(text: str) -> int:

@@ -17,7 +17,7 @@ from ...monitoring import turns
 from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
 from ...runtime import database_health
-from ..terminal import DatabaseCommand, chosen_database, record
+from ..terminal import DatabaseCommand, chosen_database, printable, record
 
 
 class Command(DatabaseCommand):
@@ -81,8 +81,10 @@ class Command(DatabaseCommand):
             return
         for one in found:
             self.stdout.write(
-                f"stage {one.stage}, key {one.key}: {capped(one.count)} waiting for "
-                f"{one.waits_for}, {one.why}, for {duration(now - one.since)}"
+                printable(
+                    f"stage {one.stage}, key {one.key}: {capped(one.count)} waiting "
+                    f"for {one.waits_for}, {one.why}, for {duration(now - one.since)}"
+                )
             )
         if not found:
             self.stdout.write("No message waits for the one before it.")
