@@ -312,7 +312,8 @@ def test_no_verdict_where_the_receivers_inbox_is_pruned(
     pruned, seen, lost, awaited, *told = ids(6)
     topic = "topic:orders.placed"
     listens = Subscription(topic, "payments", "payments.note")
-    spec = JobSpec((shop.spec, payments.spec), lake, subscriptions=(listens,))
+    kept = {"outbox": 7, "inbox": 14}
+    spec = JobSpec((shop.spec, payments.spec), lake, kept, (listens,))
     days = {pruned: 20, seen: 5, lost: 3, awaited: 20}
     stored = {one: {"message_id": one, "created_at": NOW - days[one] * DAY}
               for one in days}  # fmt: skip

@@ -180,8 +180,11 @@ class WholeLog:
         """Return the instant from which each service's rows of a table are complete.
         They are complete from the service's first day in this lake, or since the oldest
         ended row in the database, whichever is earlier. The first service, and a
-        service without such rows, has at least the rows of the retention."""
+        service without such rows, has at least the rows of the retention. Without a
+        retention, all rows are kept, and the result is empty."""
         described, kept = TABLES[table], self.spec.retention.get(table)
+        if kept is None:
+            return {}
         end, ended = _ENDED[table]
         struct = t.StructType([described.live_struct()[end]])
         oldest = (
@@ -199,8 +202,7 @@ class WholeLog:
             for batch in _read_live(described, struct, iter([(live, oldest)])):
                 known += batch.column(0).to_pylist()
             if live.service == self.spec.service().service or not known:
-                within = None if kept is None else dt.timedelta(days=kept)
-                known.append(live.taken - within if within else EPOCH)
+                known.append(live.taken - dt.timedelta(days=kept))
             # Of several databases of a service, each may have lost rows.
             found[live.service] = max(min(known), found.get(live.service, EPOCH))
         return found
