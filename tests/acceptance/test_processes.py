@@ -195,6 +195,22 @@ def test_when_the_parent_is_killed_its_children_finish_and_end(
     assert not Worker.objects.exists()
 
 
+def test_a_signal_after_the_end_of_the_parent_interrupts_no_handler(
+    start: Callable[..., ManageProcess],
+) -> None:
+    process = start("txmsg", "run", "--processes", "1")
+    (child,) = [psutil.Process(pid) for pid in working(1)]
+    with txmsg(), transaction.atomic():
+        send_message("tests.processes", "slow")
+    process.wait_for_line("it is slow")
+    process.kill()
+    wait_until(lambda: child.ppid() != process.pid)
+    child.terminate()
+    _, alive = psutil.wait_procs([child], timeout=60)
+    assert not alive
+    assert effects() == 1
+
+
 @pytest.mark.postgresql
 def test_a_child_that_waits_for_a_lock_ends_after_its_parent(
     start: Callable[..., ManageProcess],

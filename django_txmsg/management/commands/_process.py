@@ -52,7 +52,7 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    seen = False
+    seen = stopping = False
     signals: Sequence[signal.Signals] = SIGNALS
     if _supervisor.is_child():
         # A terminal sends Ctrl-C and its hang-up to all: the parent decides for them.
@@ -60,27 +60,29 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     ended = threading.Event()
 
+    def begin(reading: socket.socket) -> None:
+        nonlocal stopping
+        if not stopping:  # by a signal, or by the end of the parent
+            stopping = True
+            liveness.stopping()
+            insisting = (ended, reading, stderr)
+            threading.Thread(target=_insist, args=insisting, daemon=True).start()
+            stop()
+
     def handle(number: int, reading: socket.socket) -> None:
         nonlocal seen
         if seen:
             os._exit(128 + number)
         seen = True
-        liveness.stopping()
-        insisting = (ended, reading, stderr)
-        threading.Thread(target=_insist, args=insisting, daemon=True).start()
-        stop()
+        begin(reading)
         say(
             stderr,
             "Stopping after the messages in progress. Press Ctrl-C again to quit now.",
         )
 
-    def orphaned(reading: socket.socket) -> None:
-        if not seen:
-            handle(signal.SIGTERM, reading)
-
     with _supervisor.signals_read(signals, handle) as reading:
         if _supervisor.is_child():
-            _supervisor.end_with_parent(lambda: orphaned(reading))
+            _supervisor.end_with_parent(lambda: begin(reading))
         try:
             yield
         finally:
