@@ -453,3 +453,22 @@ def test_with_journeys_and_without_all_is_judged_alike(
         facts = run(again, *JUDGE, "--dry-run")
         assert judged.destinations == facts["destinations"]
     assert log_of(lake) > 1
+
+
+def test_a_message_that_left_twice_is_found_where_it_was_received_first(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    """Its relay was killed before it had marked the message as dispatched, and sent the
+    message again when it came back days later."""
+    spec, now = JobSpec((log.spec,), lake), dt.datetime.now(dt.timezone.utc)
+    message, hour = uuid.uuid4(), dt.timedelta(hours=1)
+    stored, again = now - 72 * hour, now - 3 * hour
+    log.send([{"message_id": message, "created_at": stored, "dispatched_at": again}])
+    log.receive(
+        [{"message_id": message, "first_received_at": stored,
+          "last_received_at": again, "deliveries": 2}]
+    )  # fmt: skip
+
+    for _ in range(3):
+        counts = run(spec, *JUDGE, "--since", "24h")["counts"]
+        assert counts == {"redelivered_deduplicated": 1}

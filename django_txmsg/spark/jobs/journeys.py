@@ -328,9 +328,7 @@ class Journeys:
         messages may be among them."""
         if since is not None and len(messages) <= MOST:
             return steps(*self._recent(since, messages))
-        return steps(
-            *(self._unsettled(table, struct) for table, struct in _SIDES.items())
-        )
+        return steps(*map(self._unsettled, _SIDES, _SIDES.values()))
 
     def _unsettled(self, table: str, struct: t.StructType, **more: Any) -> DataFrame:
         above = self._last(self.goal, table) if self.goal else None
@@ -361,7 +359,8 @@ class Journeys:
             resent = sent.unionByName(settled)
         resent = resent.where(sf.col("created_at") >= start).where("replay_id <> ''")
         if resent.isEmpty():
-            return [sent, read("inbox", RECEIVED, "first_received_at"), letters]
+            received = read("inbox", RECEIVED, "first_received_at", "last_received_at")
+            return [sent, received, letters]
         # A message that was replayed may have been received long ago.
         return [sent, self._unsettled("inbox", RECEIVED), letters]
 
