@@ -12,6 +12,7 @@ The app also limits the rate, can pause the redelivery, and records who requeste
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -120,11 +121,12 @@ class Staging:
         """
         announced = sum(one.rows for one in tasks)
         ids = sum(one.ids for one in tasks) % 2**128
-        names = [one.task for one in tasks] or [""]
-        theirs = f"run = %s AND task IN ({', '.join(['%s'] * len(names))})"
+        # One parameter: there may be more tasks than a statement can have parameters.
+        names = json.dumps({one.task: 0 for one in tasks})
+        theirs = "run = %s AND task IN (SELECT key FROM json_each(%s))"
         with closing(connect_plain(self.spec)) as connection, connection.transaction():
             staged = connection.value(
-                f"SELECT count(*) FROM {_STAGED} WHERE {theirs}", self.run, *names
+                f"SELECT count(*) FROM {_STAGED} WHERE {theirs}", self.run, names
             )
             if staged != announced:
                 raise EnvironmentFault(
@@ -185,7 +187,7 @@ class Staging:
             connection.many(sql, ([self.run, task, *line] for line in given))
 
     def _store(
-        self, connection: Connection, rate: float, theirs: str, names: Sequence[str]
+        self, connection: Connection, rate: float, theirs: str, names: str
     ) -> int:
         postgres = self.spec.vendor == "postgresql"
         now = due = connection.now
@@ -203,7 +205,7 @@ class Staging:
             f" last_error, service) SELECT {fields}, run, {now}, {due}, 0, '', %s"
             f" FROM {_STAGED} WHERE {theirs} ORDER BY position, id"
             " ON CONFLICT (message_id, replay_id) DO NOTHING",
-            self.spec.service, self.run, *names,
+            self.spec.service, self.run, names,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import uuid
@@ -134,6 +135,15 @@ def test_a_merge_with_less_than_was_announced_stores_nothing(spark, log: Log) ->
         Staging(log.spec, "r").merge([Brought("0-0", 5, 0)])
 
     assert log.count() == 0
+
+
+def test_a_merge_takes_more_tasks_than_a_statement_has_parameters(log: Log) -> None:
+    staging = Staging(log.spec, "r")
+    last = staged(staging, "last", [message(1)])
+    empty = [Brought(f"{n}-{n}", 0, 0) for n in range(70_000)]
+
+    assert staging.merge([*empty, last]) == 1
+    assert log.count() == 1
 
 
 def test_send_makes_each_row_of_a_dataset_one_message(
@@ -318,8 +328,26 @@ def test_a_name_is_one_choice_of_messages(
 
     assert log.count() == 2
     assert log.count("django_txmsg_stagedmessage") == 0
-    assert log.count("django_txmsg_stagedmessage") == 0
     assert run(spec, *words[:-1], "april")["rows"] == 2
+
+
+def test_messages_that_could_not_be_stored_are_not_left_in_the_staging_table(
+    spark, make_log, tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    source = tmp_path / "customers.json"
+    source.write_text('{"id": 1}\n{"id": 2}\n')
+    log.execute(
+        "CREATE TRIGGER refusal BEFORE INSERT ON django_txmsg_outboxmessage"
+        " BEGIN SELECT RAISE(ABORT, 'refused'); END"
+    )
+    words = ["send", "--from", str(source), "--destination", "mail.send", "--id", "id",
+             "--template", '{"id": "{id}"}', "--name", "march"]  # fmt: skip
+
+    with pytest.raises(sqlite3.IntegrityError, match="refused"):
+        run(JobSpec((log.spec,)), *words)
+
+    assert log.count("django_txmsg_stagedmessage") == 0
 
 
 @pytest.mark.matrix
