@@ -178,34 +178,50 @@ class WholeLog:
 
     def known_from(self, table: str) -> dict[str, dt.datetime]:
         """Return the instant from which each service's rows of a table are complete.
-        They are complete from the service's first day in this lake, or since the oldest
-        ended row in the database, whichever is earlier. The first service, and a
+        They are complete since the oldest ended row of the service's first batch in
+        this lake, or since the oldest ended row in the database, whichever is earlier.
+        If the latter is the first row of all, none is missing. The first service, and a
         service without such rows, has at least the rows of the retention. Without a
         retention, all rows are kept, and the result is empty."""
         described, kept = TABLES[table], self.spec.retention.get(table)
         if kept is None:
             return {}
         end, ended = _ENDED[table]
-        struct = t.StructType([described.live_struct()[end]])
+        struct = t.StructType([described.live_struct()[one] for one in ("id", end)])
         oldest = (
             f"t.id = (SELECT id FROM {described.relation} WHERE {ended}"
             f" ORDER BY {end} LIMIT 1)"
         )
-        named = self.files_of(table)[1]
+        archived = self._archived_from(table)
         found: dict[str, dt.datetime] = {}
         for live in self.live:
-            known = [
-                dt.datetime.combine(one.day, dt.time(), dt.timezone.utc)
-                for one in named
-                if one.service == live.service
-            ]
+            known = list(archived.get(live.service, ()))
             for batch in _read_live(described, struct, iter([(live, oldest)])):
-                known += batch.column(0).to_pylist()
+                known += [
+                    EPOCH if one["id"] == 1 else one[end] for one in batch.to_pylist()
+                ]
             if live.service == self.spec.service().service or not known:
                 known.append(live.taken - dt.timedelta(days=kept))
             # Of several databases of a service, each may have lost rows.
             found[live.service] = max(min(known), found.get(live.service, EPOCH))
         return found
+
+    def _archived_from(self, table: str) -> dict[str, list[dt.datetime]]:
+        """Return when the oldest ended row of each service's first batch ended."""
+        end, ended = _ENDED[table]
+        first: dict[str, int] = {}
+        for one in (named := self.files_of(table)[1]):
+            lowest = one.batches[0] if one.batches else 1
+            first[one.service] = min(lowest, first.get(one.service, lowest))
+        named = [one for one in named if one.reaches(0, first[one.service])]
+        if not named:
+            return {}
+        there = TABLES[table].live_struct().fields
+        names = ("service", end, "deliveries")
+        struct = t.StructType([one for one in there if one.name in names])
+        rows = self._archived(table, struct, named, until=first).where(ended)
+        oldest = rows.groupBy("service").agg(sf.min(end).alias(end))
+        return {one["service"]: [one[end]] for one in oldest.toArrow().to_pylist()}
 
     def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
         """Find the first and the last inbox row of each pair of stage and destination

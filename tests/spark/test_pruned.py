@@ -1,0 +1,93 @@
+"""`reconcile` if services have pruned rows that no lake has."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+
+from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
+from tests.spark.running import outcome, run
+
+NOW = dt.datetime.now(dt.timezone.utc)
+DAY = dt.timedelta(days=1)
+JUDGE = ("reconcile", "--grace", "0s")
+
+
+def ids(count: int) -> list[uuid.UUID]:
+    return [uuid.uuid4() for _ in range(count)]
+
+
+def test_no_verdict_where_the_receivers_inbox_is_pruned(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """`shop` has all of its rows in a lake. `payments` has pruned its inbox before it
+    archives into this lake, among others a dead message that was long in work."""
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    pruned, seen, lost, awaited, *told = ids(6)
+    topic = "topic:orders.placed"
+    listens = Subscription(topic, "payments", "payments.note")
+    kept = {"outbox": 7, "inbox": 14}
+    spec = JobSpec((shop.spec, payments.spec), lake, kept, (listens,))
+    days = {pruned: 20, seen: 5, lost: 3, awaited: 20}
+    stored = {one: {"message_id": one, "created_at": NOW - days[one] * DAY}
+              for one in days}  # fmt: skip
+    stored[awaited] |= {"dispatched_at": NOW - 2 * DAY, "due_at": NOW - 2 * DAY}
+    shop.send([*stored.values(), *(
+        {"message_id": one, "destination": topic, "created_at": NOW - age * DAY}
+        for one, age in zip(told, (20, 3), strict=True)
+    )])  # fmt: skip
+    payments.receive(
+        [{"id": 70, "first_received_at": NOW - 30 * DAY, "dead_at": NOW - 4 * DAY,
+          "message_id": uuid.uuid4(), "destination": "mails", "service": "erp"},
+         {"id": 90, "message_id": seen, "first_received_at": NOW - 5 * DAY}]
+    )  # fmt: skip
+    for log in (shop, payments):
+        run(JobSpec((log.spec,), lake), "archive", "--older-than", "1d", "--no-vacuum")
+
+    done = outcome(spec, *JUDGE)
+
+    assert done.facts["destinations"] == {
+        "orders.place": {"ok": 1, "never_received": 2}, topic: {"never_received": 1},
+        "mails": {"unknown_sender": 1},
+    }  # fmt: skip
+    assert done.facts["not_judged"] == 2
+    assert "  2 messages have no verdict: they are older" in "\n".join(done.lines)
+    words = ("replay", "--verdict", "never_received", "--dry-run")
+    assert run(spec, *words)["chosen"] == 3
+
+
+def test_no_verdict_where_the_senders_outbox_is_pruned(spark, make_log) -> None:
+    """Without a lake, the inbox has older messages than the outbox."""
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    pruned, dead, stranger = ids(3)
+    payments.receive(
+        [
+            {"message_id": pruned, "first_received_at": NOW - 10 * DAY},
+            {"message_id": dead, "first_received_at": NOW - 10 * DAY,
+             "dead_at": NOW - 10 * DAY},
+            {"message_id": stranger, "first_received_at": NOW - 3 * DAY},
+        ]
+    )  # fmt: skip
+    kept = {"outbox": 7, "inbox": 14}
+
+    for sender_first in (True, False):
+        logs = (shop.spec, payments.spec)[:: 1 if sender_first else -1]
+        facts = run(JobSpec(logs, retention=kept), *JUDGE)
+
+        assert facts["counts"] == {"dead": 1, "unknown_sender": 1}
+        assert facts["not_judged"] == 1
+
+
+def test_a_new_service_has_lost_what_was_sent_before_its_first_message(
+    spark, make_log
+) -> None:
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    lost, seen = ids(2)
+    shop.send([{"message_id": lost, "created_at": NOW - 5 * DAY},
+               {"message_id": seen, "created_at": NOW - DAY}])  # fmt: skip
+    payments.receive([{"message_id": seen, "first_received_at": NOW - DAY}])
+    kept = {"outbox": 7, "inbox": 14}
+
+    facts = run(JobSpec((shop.spec, payments.spec), retention=kept), *JUDGE)
+
+    assert facts["counts"] == {"ok": 1, "never_received": 1}
