@@ -492,6 +492,26 @@ def test_a_concurrent_archive_is_reported_as_a_standstill_and_no_lake_outage(
     ]  # fmt: skip
 
 
+def test_no_standstill_is_measured_while_the_lake_is_away(
+    make_log: Callable[..., Log], tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(5)
+    place, said = tmp_path / "away", list[str]()
+    spec = JobSpec((log.spec,), LakeSpec(f"file://{place}"))
+    follower = Follower(spec, OPTIONS, None, threading.Event(), say=said.append)
+    with log.connected() as connection, recorded(spec, "follow", {}) as run:
+        with log.connected() as other, archiving(other, log.spec, "outbox"):
+            follower._round(connection, run)
+        assert follower._busy == said[0]
+        place.write_text("This is no directory.")
+        follower._round(connection, run)
+        place.unlink()
+
+    assert "The lake" in said[1]
+    assert not follower._busy
+
+
 def test_job_that_cannot_be_started_is_reported_and_holds_up_no_alert(
     make_log: Callable[..., Log], lake: LakeSpec, monkeypatch
 ) -> None:

@@ -218,6 +218,7 @@ class Follower:
                 self._busy_since = time.monotonic()
             self._busy = str(busy)
         except Exception as error:
+            self._busy = ""
             connection.value("SELECT 1")  # is it the database that is away?
             connect_plain(self.source).close()
             if self.options.once:
