@@ -137,13 +137,16 @@ def test_every_verdict_is_reached(spark) -> None:
         row("revoked", p=None, x=at(5)), row("gone-by", p=None, x=at(5)),
         # Revoked before it arrived, by an early release.
         row("unseen", d="", p=None, x=at(5)),
+        row("orphan", p=None, x=at(5), n=0),
         revoked_at=at(5),
     ))  # fmt: skip
     listeners = expected(spark, (topic, "b/one", at(-1)), (topic, "b/two", at(-1)))
 
     verdicts = reconcile(
-        messages, receipts, listeners, horizon=HORIZON, late_after=LATE
-    )
+        messages, receipts, listeners, horizon=HORIZON, late_after=LATE,
+        # A destination, and no consumer.
+        external=["b*"],
+    )  # fmt: skip
 
     assertSchemaEqual(verdicts.schema, VERDICT, ignoreNullable=True)
     assertDataFrameEqual(
@@ -163,6 +166,7 @@ def test_every_verdict_is_reached(spark) -> None:
                 ("parked", "b/s", "in_flight"),
                 ("revoked", "b/s", "cancelled"),
                 ("gone-by", "b/s", "expired"),
+                ("orphan", "b/s", "cancelled"),
                 ("fan", "b/one", "ok"),
                 ("fan", "b/two", "never_received"),
                 ("stranger", "b/s", "unknown_sender"),

@@ -343,12 +343,15 @@ def _verdict(by: Judgement) -> Column:
     foreign = ~sf.col("was_sent") & fits(sf.col("told_by"), by.external_senders)
     told_at = sf.coalesce("told_at", "received_at")
     kept = told_at >= of_service(sf.col("told_by"), by.outbox_from)
-    unknown = ~sf.col("was_sent") & ~foreign & sf.coalesce(kept, sf.lit(True))
+    # A message that was revoked before it arrived was told of by its canceller.
+    came = sf.col("revoked_at").isNull() | (sf.col("deliveries") > 0)
+    unknown = ~sf.col("was_sent") & ~foreign & came & sf.coalesce(kept, sf.lit(True))
     brokers = [one[len(BROKER) :] for one in by.external if one.startswith(BROKER)]
     names = [one for one in by.external if not one.startswith(BROKER)]
+    consumers = [one for one in names if "/" in one]
     elsewhere = (
         fits(sf.col("destination"), names)
-        | fits(sf.col("consumer"), names)
+        | fits(sf.col("consumer"), consumers)
         | fits(sf.col("broker"), brokers)
         | _is_a_task(by)
     )
