@@ -472,3 +472,18 @@ def test_a_message_that_left_twice_is_found_where_it_was_received_first(
     for _ in range(3):
         counts = run(spec, *JUDGE, "--since", "24h")["counts"]
         assert counts == {"redelivered_deduplicated": 1}
+
+
+def test_of_old_receipts_only_those_of_replayed_messages_are_read(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    spec, now = JobSpec((log.spec,), lake), dt.datetime.now(dt.timezone.utc)
+    old, replayed, new = (uuid.uuid4() for _ in range(3))
+    log.send([{"message_id": replayed, "created_at": now, "replay_id": "r"}])
+    log.receive([{"message_id": old}, {"message_id": replayed}])
+    log.receive([{"message_id": new, "first_received_at": now}])
+
+    with WholeLog(spark, spec) as logs, Journeys(logs, Run("reconcile", {})) as kept:
+        rest = kept.rest(now - DAY).where("received_at IS NOT NULL").collect()
+
+    assert sorted(row.message_id for row in rest) == sorted(map(str, (replayed, new)))

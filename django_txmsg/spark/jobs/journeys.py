@@ -340,8 +340,7 @@ class Journeys:
 
         def read(table: str, struct: t.StructType, *clocks: str) -> DataFrame:
             tests = [f"t.{clock} >= {{day}}" for clock in clocks]
-            if ids:
-                tests.append(f"t.message_id IN ({ids})")
+            tests += [f"t.message_id IN ({ids})"] if ids else []
             where = f"({' OR '.join(tests)})"
             return self._unsettled(
                 table, struct, since=day, where=where, whole=bool(ids)
@@ -353,16 +352,18 @@ class Journeys:
         letters = read("dead_letters", LETTERS, "created_at")
         resent = sent
         if self.goal:
-            settled = self.log.archived(
-                "outbox", again, {}, self._last(self.goal, "outbox"), since=day
-            )
+            last = self._last(self.goal, "outbox")
+            settled = self.log.archived("outbox", again, {}, last, since=day)
             resent = sent.unionByName(settled)
         resent = resent.where(sf.col("created_at") >= start).where("replay_id <> ''")
+        received = read("inbox", RECEIVED, "first_received_at", "last_received_at")
         if resent.isEmpty():
-            received = read("inbox", RECEIVED, "first_received_at", "last_received_at")
             return [sent, received, letters]
         # A message that was replayed may have been received long ago.
-        return [sent, self._unsettled("inbox", RECEIVED), letters]
+        whole, those = self._unsettled("inbox", RECEIVED), resent.select("message_id")
+        others = received.join(those, "message_id", "left_anti")
+        replayed = whole.join(those, "message_id", "left_semi")
+        return [sent, others.unionByName(replayed), letters]
 
     def listening(self, since: dt.datetime | None) -> DataFrame | None:
         """Return older steps that `rest(since)` leaves out. They show which stages
