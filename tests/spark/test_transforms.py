@@ -16,6 +16,7 @@ from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
 from django_txmsg import wire
 from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.jobs.listeners import read_places
 from django_txmsg.spark.schemas import STAGED, struct_of
 from django_txmsg.spark.transforms import analyze, outgoing
 from django_txmsg.spark.transforms import reconcile as judging
@@ -505,6 +506,23 @@ def test_places_tell_who_listens_and_how_long_messages_take(spark) -> None:
             PLACE,
         ),
     )
+
+
+def test_a_stage_did_not_listen_while_its_first_message_waited(spark) -> None:
+    day = 24 * 60
+    rows = received(
+        spark,
+        ("b", "new", "delayed", "topic:t", at(0), at(6 * day), at(6 * day), None, 1),
+        ("b", "new", "prompt", "topic:t", at(5 * day), at(5 * day), None, None, 1),
+        ("b", "late", "delayed", "topic:t", at(0), at(6 * day), at(6 * day), None, 1),
+    )
+
+    found = read_places(arrivals(rows))
+
+    assert {one.consumer: (one.first_at, one.last_at) for one in found} == {
+        "b/new": (at(5 * day), at(6 * day)),
+        "b/late": (at(6 * day), at(6 * day)),
+    }
 
 
 # -- A plain model of reconciliation, and random logs ------------------------------

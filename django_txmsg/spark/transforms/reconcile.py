@@ -18,7 +18,7 @@ from pyspark.sql import types as t
 
 from ..schemas import struct_of
 from . import EPOCH, MICROSECOND, timestamp
-from .journeys import RESOLUTIONS, is_topic, merged
+from .journeys import PROMPT, RESOLUTIONS, is_topic, merged
 
 #: What the steps say of each destination, and of each listener of a topic.
 PLACE = struct_of(
@@ -279,6 +279,11 @@ def places(steps: DataFrame) -> DataFrame:
     service. For a topic, the combination includes the consumer. Each row has the times
     of the first and the last message, and the messages' transit times."""
     listener = sf.when(is_topic(sf.col("destination")), sf.col("consumer"))
+    # If a message was received long after it was stored, its stage may have begun to
+    # listen in between.
+    waited = sf.col("received_at") > sf.col("begun_at") + sf.lit(PROMPT)
+    heard_at = sf.when(listener.isNotNull() & waited, sf.col("received_at"))
+    heard_at = sf.coalesce(heard_at, sf.col("begun_at"))
     # A copy was made where it was received.
     due = sf.when(sf.col("copied_at").isNull(), sf.col("due_at"))
     transit = sf.unix_micros("received_at") - sf.unix_micros(
@@ -293,8 +298,8 @@ def places(steps: DataFrame) -> DataFrame:
             service_of(sf.col("consumer")).alias("receiver"),
         )
         .agg(
-            sf.min("begun_at").alias("first_at"),
-            sf.max("begun_at").alias("last_at"),
+            sf.min(heard_at).alias("first_at"),
+            sf.max(heard_at).alias("last_at"),
             sf.count(transit).alias("messages"),
             sf.min(transit).alias("least_us"),
             sf.percentile_approx(transit, 0.5, 100).alias("median_us"),
