@@ -13,6 +13,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
+from ..noted import MOST
 from ..schemas import FLOW_RUNS, FLOW_UNDOS, struct_of
 from ..transforms import timestamp
 from ..transforms.reconcile import VERDICT, Judgement, of_service
@@ -29,6 +30,13 @@ _OF_UNDOS = (
 
 #: The verdicts of runs.
 OF_RUNS = ("undo_without_request", "unanswered", "not_undone")
+
+#: The rows of the database that `judged()` may keep, and the undos of these runs.
+_LIVE = (
+    "(t.ended_at IS NULL OR t.outcome = 'failed'"
+    " OR (t.outcome = 'answered' AND CAST(t.caller AS text) <> '{{}}'))"
+)
+_LIVE_UNDOS = f"t.run_id IN (SELECT t.id FROM {FLOW_RUNS.relation} t WHERE {_LIVE})"
 
 #: The columns that are read of runs and of undos.
 RUN = t.StructType([FLOW_RUNS.live_struct()[name] for name in _OF_RUNS])
@@ -47,10 +55,11 @@ class Flows:
         # A run may register an undo long after it began, never before.
         found = any(verdict in OF_RUNS for _, verdict in by.standing)
         day = None if by.since is None or found else by.since.date()
-        self._runs = judged(log.read("flow_runs", RUN, since=day, where="1 = 1"))
-        self._undos = log.read("flow_undos", UNDO, since=day, where="1 = 1")
-        ids = requests_of(self._runs, self._undos, by)
-        self.requests = [row[0] for row in ids.collect()]
+        self._runs = judged(log.read("flow_runs", RUN, since=day, where=_LIVE))
+        self._undos = log.read("flow_undos", UNDO, since=day, where=_LIVE_UNDOS)
+        self._ids = requests_of(self._runs, self._undos, by)
+        # With more than MOST, all messages are read.
+        self.requests = [row[0] for row in self._ids.limit(MOST + 1).collect()]
 
     def verdicts(
         self, rest: DataFrame, journeys: Journeys, by: Judgement
@@ -71,9 +80,7 @@ class Flows:
                     if one is not None
                 ],
             )
-            wanted = rest.sparkSession.createDataFrame(
-                [[one] for one in self.requests], "message_id string"
-            )
+            wanted = self._ids.withColumnRenamed("request_id", "message_id")
             requests = (
                 told.join(wanted, "message_id", "left_semi")
                 .groupBy("message_id")
