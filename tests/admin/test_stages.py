@@ -93,7 +93,7 @@ def test_reason_of_a_pause_is_shown(operator: Client, declared: str) -> None:
     overview = operator.get("/admin/django_txmsg/").content.decode()
 
     assert " ago: until Hamburg is back" in " ".join(page.split())
-    assert " ago: until Hamburg is back" in overview
+    assert " ago. Why: until Hamburg is back" in overview
     (entry,) = LogEntry.objects.all()
     assert entry.change_message == "Paused stage admin.tests: until Hamburg is back"
     operator.post(f"{URL}resume/", {"stage": declared})
