@@ -22,12 +22,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         shared = shared.parent
-    target, done = shared / "site", shared / "site.built"
+    target, unfinished = shared / "site", tmp_path_factory.mktemp("unfinished")
     with (shared / "site.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            _build(target)
-            done.touch()
+        if not target.exists():
+            _build(unfinished)
+            unfinished.rename(target)
     return target
 
 
