@@ -306,14 +306,12 @@ class Lane:
         # A message that failed before may be the one on which the broker hangs up: it
         # is sent alone, with those that must follow it, and takes no others down. So
         # may a refused one, if its destination is not paused.
-        suspects = {
-            row.id
-            for row in alive
-            if row.attempts or (row.has_error and not self._pauses_destinations)
-        }
-        behind = {row.key for row in alive if row.id in suspects and row.key}
-        suspect = [row for row in alive if row.id in suspects or row.key in behind]
-        fresh = [row for row in alive if not (row.id in suspects or row.key in behind)]
+        unpaused = not self._pauses_destinations
+        first = [row for row in alive if row.attempts or (unpaused and row.has_error)]
+        keys, ids = {row.key for row in first} - {""}, {row.id for row in first}
+        ids |= {row.id for row in alive if row.key in keys}
+        suspect = [row for row in alive if row.id in ids]
+        fresh = [row for row in alive if row.id not in ids]
         try:
             self._send(fresh, settlement, apart=False)
             self._send(suspect, settlement, apart=True)
