@@ -121,7 +121,7 @@ class Stages(PausingCommand):
                 )
             )
         if not places:
-            self.stdout.write("There is no stage here.")
+            self.stdout.write("There are no stages here.")
 
 
 # `manage.py txmsg rate list|set|reset`: the rates of stages, changed for a while.
