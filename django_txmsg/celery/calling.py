@@ -389,7 +389,7 @@ def _store(
         destination=destination,
         content_type=task.content_type,
         body=task.body,
-        correlation_id=carried(root[: wire.MAX_CORRELATION_ID]),
+        correlation_id=carried(root, wire.MAX_CORRELATION_ID),
         session_id=current.session_id if current else None,
         headers=headers,
         origin=origin,

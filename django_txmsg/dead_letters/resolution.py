@@ -330,7 +330,7 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
 def _key(letter: DeadLetter) -> str:
     """Return the message's key as the outbox can have it: the key of a foreign message
     may be too long."""
-    return carried(letter.headers.get(wire.KEY, "")[:KEY_LENGTH])
+    return carried(letter.headers.get(wire.KEY, ""), KEY_LENGTH)
 
 
 def _sender(letter: DeadLetter) -> str:

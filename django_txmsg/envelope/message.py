@@ -202,17 +202,18 @@ def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
     return dict(headers)
 
 
-def carried(text: str) -> str:
+def carried(text: str, most: int | None = None) -> str:
     """Return the text of a foreign header in a form that `check_headers()` accepts: in
-    place of each character that a broker could not carry, it has U+FFFD."""
-    return _REFUSED.sub("\ufffd", text)
+    place of each character that a broker could not carry, it has U+FFFD. The text has
+    at most `most` characters."""
+    return _REFUSED.sub("\ufffd", text[:most])
 
 
 def correlation_id(headers: Mapping[str, str]) -> str | None:
     """Return the correlation id that a message's headers name, as the messages that
     follow from it can have it: its length is that of the column."""
     found = headers.get(wire.CORRELATION_ID)
-    return None if found is None else carried(found[: wire.MAX_CORRELATION_ID])
+    return None if found is None else carried(found, wire.MAX_CORRELATION_ID)
 
 
 def check_duration(name: str, value: object) -> dt.timedelta | None:

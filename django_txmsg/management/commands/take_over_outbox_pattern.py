@@ -179,9 +179,8 @@ class Command(DatabaseCommand):
             if not wire.reserved(name)
         }
         if correlation := headers.get("dop-correlation-id"):
-            headers[wire.CORRELATION_ID] = carried(
-                correlation[: wire.MAX_CORRELATION_ID]
-            )
+            most = wire.MAX_CORRELATION_ID
+            headers[wire.CORRELATION_ID] = carried(correlation, most)
         try:
             destination = check_destination(self._destination(row.destination))
         except InvalidMessage:
