@@ -197,9 +197,15 @@ class Settlement:
         broker's error. If the destination will not be paused, the rows wait instead."""
         paused = get_broker(self.broker_alias).pauses_destinations
         delay = 0.0 if paused else conf.get().RELAY.BREAKER_MAX_PAUSE
-        for destination, error in found.unavailable.items():
-            ids = [row.id for row, _ in found.refused if row.destination == destination]
+        groups: dict[str, tuple[list[int], str]] = {}
+        for row, error in found.refused:
             words = str(error)[:2000]
+            # Rows that wait by themselves may have been refused for different reasons.
+            ids, _ = groups.setdefault(
+                row.destination if paused else words, ([], words)
+            )
+            ids.append(row.id)
+        for ids, words in groups.values():
 
             def release(ids: list[int] = ids, words: str = words) -> int:
                 return self._outbox().release(
