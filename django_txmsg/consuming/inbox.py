@@ -45,6 +45,9 @@ log = logging.getLogger("django_txmsg.inbox")
 #: How often the database may have no room for a message's work before that counts as a
 #: failed attempt: about a minute, if there is room for the probes.
 MAX_CROWDED = 10
+#: How long an attempt that is not the message's fault may take to be subtracted, in
+#: seconds.
+GIVEN_BACK_WITHIN = 1.0
 #: Faults of messages that cannot wait for newer code, because their id cannot be
 #: trusted or their headers cannot be stored.
 NAMELESS = ("malformed_headers", "headers_too_large", "malformed_id", "missing_id")
@@ -375,6 +378,15 @@ def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
     run."""
     mode = arrival.mode
     reason = mode.reason_not_to_run(arrival, record)
+    if reason == "worker_lost" and mode.transacted and arrival.error is None:
+        # A broker redelivers as soon as a connection ends. The thread that had the
+        # message may be about to give its attempt back.
+        stops = arrival.stop.wait(GIVEN_BACK_WITHIN)
+        seen = _recalled(arrival, record)
+        if stops or seen is None:
+            return _given_back(arrival)
+        arrival.record = record = seen
+        reason = mode.reason_not_to_run(arrival, record)
     if reason == "settled":
         _ship_what_is_left(arrival)
         return Duplicate()
