@@ -116,6 +116,16 @@ def pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+class Filled(argparse.Action):
+    """Stores the value of an option that selects messages. Refuses a blank value, which
+    would select more: it may be an unset variable of a shell."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, _: Any = None) -> None:
+        if not values.strip():
+            raise argparse.ArgumentError(self, "is blank")
+        setattr(namespace, self.dest, values)
+
+
 def _adding_to(parser: argparse._ActionsContainer) -> Callable[..., None]:
     """Return a function that adds an option, with its help text, to `parser`."""
 
@@ -135,6 +145,7 @@ def add_jobs(
         dest="job", metavar="JOB", required=True, parser_class=kind
     )
     switch: dict[str, Any] = {"action": "store_true"}
+    selector: dict[str, Any] = {"action": Filled, "default": ""}
     several: dict[str, Any] = {"action": "append", "default": []}
     common, rows, external = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     option = _adding_to(common)
@@ -251,8 +262,8 @@ def add_jobs(
     text = "list and acknowledge what reconcile has found"
     findings = jobs.add_parser("findings", parents=[common], help=text)
     option = _adding_to(findings)
-    option("--verdict", default="")
-    option("--destination", default="")
+    option("--verdict", **selector)
+    option("--destination", **selector)
     option("--message-id", **several, type=uuid.UUID)
     option("--all", "list acknowledged findings too; or change all of them", **switch)
     option = _adding_to(findings.add_mutually_exclusive_group())
@@ -281,10 +292,10 @@ def add_jobs(
     option("--html", "the report's file", default="txmsg-report.html")
 
     option = add("replay", "put messages back into the outbox")
-    option("--where", "a Spark SQL condition", default="")
-    option("--verdict", "only messages with this verdict of reconcile", default="")
+    option("--where", "a Spark SQL condition", **selector)
+    option("--verdict", "only messages with this verdict of reconcile", **selector)
     text = "the run that found it; default: the last one"
-    option("--run", text, default="", metavar="ID")
+    option("--run", text, **selector, metavar="ID")
     option(
         "--request", "the findings whose replay was requested in the admin",
         type=uuid.UUID, metavar="ID",

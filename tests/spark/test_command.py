@@ -317,3 +317,21 @@ def test_a_run_since_an_instant_starts_a_jvm_for_short_work(
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=280,
     )  # fmt: skip
     assert f"-XX:TieredStopAtLevel={level} " in ran.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("replay", "--where", "", "--verdict", "lost"),
+        ("replay", "--where", "true", "--verdict", " "),
+        ("replay", "--verdict", "lost", "--run", ""),
+        ("findings", "--verdict", "", "--destination", "orders", "--acknowledge", "x"),
+        ("findings", "--verdict", "lost", "--destination", "", "--reopen"),
+    ],
+)
+def test_a_blank_selection_is_refused(words: tuple[str, ...], capsys) -> None:
+    """The value may be an unset variable of a shell. Without it, the job would select
+    more."""
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "is blank" in capsys.readouterr().err
