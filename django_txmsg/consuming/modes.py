@@ -181,6 +181,14 @@ class BrokerOnly(Mode):
                     f'transaction="{stage.transaction}" and sends into the broker\'s '
                     f'transaction. Use transaction="outbox".'
                 )
+            if row.broker != stage.broker:
+                raise InvalidMessage(
+                    f"The message to {row.destination!r} is for broker {row.broker!r}, "
+                    f'but stage {stage.name!r} has transaction="{stage.transaction}" '
+                    f"and sends into the transaction of broker {stage.broker!r}. "
+                    f"Send it with broker={stage.broker!r}, or use "
+                    f'transaction="outbox".'
+                )
             created = wire.format_instant(timezone.now())
             headers = wire.headers_of(row, service, created)
             arrival.session.enlist(Outgoing(row.destination, headers, row.body))

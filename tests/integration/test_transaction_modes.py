@@ -8,7 +8,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -36,6 +36,7 @@ from tests.running import (
     Script,
     committing,
     declared,
+    drained,
     put,
     send,
     ship,
@@ -378,6 +379,29 @@ def test_a_delay_inside_the_brokers_transaction_is_refused(mode: Any) -> None:
         send(stage.destination)
         step(stage)
     assert "delay" in refused[0]
+
+
+@txmsg(
+    BROKERS={"default": {"URL": "database://"}, "second": {"URL": "database://other"}}
+)
+@pytest.mark.parametrize("own", ["default", "second"])
+@pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
+def test_message_for_another_broker_is_refused_in_the_brokers_transaction(
+    mode: Any, own: str
+) -> None:
+    """The stage's transaction belongs to its own broker, so a message for another
+    broker cannot join it."""
+
+    def handler(message: Message) -> None:
+        for broker in ("default", "second"):
+            with nullcontext() if broker == own else refused:
+                send_message("tests.next", broker, broker=broker)
+
+    refused = pytest.raises(InvalidMessage, match=f"Send it with broker='{own}'")
+    with declared(handler, transaction=mode, broker=own) as stage:
+        send(stage.destination, broker=own)
+        step(stage)
+    assert [json.loads(one.body) for one in drained("tests.next", own)] == [own]
 
 
 @pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
