@@ -62,7 +62,9 @@ def send_message(
     - `body` is a JSON value (Decimal, date, time and UUID become strings), bytes, or an
       object of a typed message's class, which is validated.
     - Messages with the same `key` are sent in the order in which they were stored.
-    - `delay` and `expires` count from now, by the database's clock.
+    - `delay` and `expires` count from now, by the database's clock. But in a stage of
+      mode `none`, a message that is stored after the handler has returned counts them
+      from then.
     - `using` is the database's alias.
     - Only one pending message can have a `unique` key. The key is free again when a
       relay claims the message, or when the message expires or is cancelled. With
@@ -157,10 +159,17 @@ def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
     current = current_scope()
     alias = using or (current and current.using) or router.db_for_write(OutboxMessage)
     current = current and current.of_block(alias)
+    enlist = None if current is None else current.enlist
+    if current is not None and enlist is not None and alias != current.using:
+        raise InvalidMessage(
+            f"The message is for database {alias!r}, but stage {current.stage!r} sends "
+            f"its messages after it has returned, without this database. Send it "
+            f"inside outbox_session(using={alias!r}), or omit using=."
+        )
     for row in rows:
         _identify(row, current, alias)
-    if current is not None and current.enlist is not None:
-        return [_enlist(row, current.enlist) for row in rows]
+    if enlist is not None:
+        return [_enlist(row, enlist) for row in rows]
     if not rows:
         return []
     require_transaction(alias, rows[0].destination)

@@ -12,12 +12,15 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 
+from django_txmsg import outbox_session
 from django_txmsg.consuming import rates
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.dead_letters import bulk
 from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.stage_options import TransactionMode
+from django_txmsg.errors import InvalidMessage
 from django_txmsg.management.commands import _process
-from django_txmsg.models import BulkOperation, DeadLetter, Worker
+from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage, Worker
 from django_txmsg.models.fields import clock
 from django_txmsg.monitoring import databases
 from django_txmsg.relaying.relay import Relay
@@ -27,7 +30,7 @@ from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import Stage, TransactionDefinition
 from tests.faults import wait_until
 from tests.integration.test_stop_message import consuming
-from tests.running import committing, declared, put, running, step, txmsg
+from tests.running import committing, declared, drained, put, running, step, txmsg
 
 pytestmark = committing
 
@@ -169,3 +172,24 @@ def test_no_warning_names_a_database_without_messages(
         assert databases.left_out() == ["other"]
         monkeypatch.setattr(connections["other"], "vendor", "mysql")
         assert databases.left_out() == []
+
+
+@pytest.mark.parametrize("mode", ["none", "best_effort_1pc", "broker_only"])
+def test_another_database_without_a_transaction_of_its_own_is_refused(
+    mode: TransactionMode,
+) -> None:
+    """The stage could store the message only in its own database, or send it at
+    once."""
+
+    def handler(message: Message) -> None:
+        with pytest.raises(InvalidMessage, match=r"outbox_session\(using='other'\)"):
+            send_message("tests.next", 1, using="other")
+        with outbox_session(using="other"):
+            send_message("tests.next", 2, using="other")
+
+    with txmsg(), declared(handler, transaction=mode) as stage:
+        put(stage.destination)
+        step(stage)
+        assert drained("tests.next") == []
+    assert not OutboxMessage.objects.exists()
+    assert OutboxMessage.objects.using("other").get().body == b"2"
