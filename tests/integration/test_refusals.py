@@ -189,9 +189,9 @@ def test_full_queue_keeps_the_messages_of_stages_that_send_to_it(
 ) -> None:
     """A stage sends into the broker's transaction, to a queue that is full. The stage's
     own message waits until the queue has room. Meanwhile no attempt is counted, and the
-    message is not delivered again: RabbitMQ would drop it after the second delivery. Over
-    STOMP, a refusal ends the connection of all threads: a message that arrives again
-    before its attempt is subtracted has lost no worker."""
+    message is not delivered again: RabbitMQ would drop it after the second delivery.
+    Over STOMP, a refusal ends the connection of all threads: a message that arrives
+    again before its attempt is subtracted has lost no worker."""
     full, policy = f"{destination}.full", uuid.uuid4().hex
     tries: list[int] = []
     for name, queue, limit in (
