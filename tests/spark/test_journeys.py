@@ -153,7 +153,7 @@ def test_steps_merge_to_the_same_journeys_in_any_order(spark, seed: int) -> None
     received = [
         (rng.choice("ab"), rng.choice("st"), rng.choice(names), place(),
          rng.choice("ab"), moment(), always(), moment(), rng.choice(["w", None]),
-         moment(), moment(),
+         moment(), moment(), moment(),
          rng.randrange(4), rng.randrange(4))
         for _ in range(150)
     ]  # fmt: skip
