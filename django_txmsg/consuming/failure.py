@@ -29,7 +29,6 @@ from ..models import Attempt
 from ..models.inbox import InboxRecord
 from ..runtime import liveness
 from ..runtime.connections import close_broken
-from ..sending import answering
 from . import decoding
 from .arrival import Arrival, Duplicate, Interrupted, Outcome, Postponed
 from .protocol import despite_conflicts
@@ -144,7 +143,7 @@ def bury(
         if note is not None:
             note()
         attempts = min(record.attempt, mode.max_begun) if record else 0
-        letter = burial.bury(
+        burial.bury(
             using=arrival.using,
             message_id=record.message_id if record else arrival.message_id,
             stage=stage.name,
@@ -156,7 +155,6 @@ def bury(
             failure=failure,
             attempts=attempts,
         )
-        answering.answer_dead(letter, reason, using=arrival.using)
         if record is not None:
             mode.put_aside(arrival)
             mode.end([arrival])

@@ -39,7 +39,8 @@ def bury(
     failure: Failure,
     attempts: int,
 ) -> DeadLetter:
-    """Store a message as a dead letter, inside the caller's transaction.
+    """Store a message as a dead letter, inside the caller's transaction. If the message
+    is a request, the requester is notified (`answering.answer_dead()`).
 
     If a redelivered message dies again, its dead letter is reopened, with one more
     death.
@@ -78,6 +79,7 @@ def bury(
         letter = known
     else:
         letter = letters.create(message_id=message_id, stage=stage, body=body, **values)
+    answering.answer_dead(letter, reason, using=using)
     connections[using].on_commit(_announcement(letter, failure.exception), robust=True)
     return letter
 
@@ -86,9 +88,9 @@ def bury_outgoing(
     row: Claimed, using: str, broker: str, reason: str, error: str
 ) -> DeadLetter:
     """Store a dead letter for a message that could not be sent: it expired, or the
-    broker rejected it. A flow that waits for the message's answer gets `Dead`."""
+    broker rejected it."""
     service = row.service or conf.get().SERVICE
-    letter = bury(
+    return bury(
         using=using,
         message_id=uuid.UUID(row.message_id),
         stage="",
@@ -100,8 +102,6 @@ def bury_outgoing(
         failure=Failure.because(reason, error),
         attempts=row.attempts + 1,
     )
-    answering.answer_dead(letter, reason, using=using)
-    return letter
 
 
 def _announcement(letter: DeadLetter, error: str) -> Callable[[], None]:
@@ -168,7 +168,7 @@ _LEASE = dt.timedelta(minutes=1)
 def _bury(row: InboxMessage, token: uuid.UUID, using: str, broker: str) -> None:
     rows = InboxMessage.objects.db_manager(using)
     rows.mark_dead(row.pk, row.last_error, token)
-    letter = bury(
+    bury(
         using=using,
         message_id=row.message_id,
         stage=row.stage,
@@ -180,6 +180,5 @@ def _bury(row: InboxMessage, token: uuid.UUID, using: str, broker: str) -> None:
         failure=Failure.because(REASON, row.last_error),
         attempts=row.attempts,
     )
-    answering.answer_dead(letter, REASON, using=using)
     # Messages that wait for it in an ordered stage recheck whether it is passed.
     InboxMessage.order.db_manager(using).wake(row.stage, [row.message_id])

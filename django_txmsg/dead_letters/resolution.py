@@ -98,14 +98,17 @@ def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> 
     """Return why a dead letter must be closed instead of redelivered, or "".
 
     A dead letter is closed in two cases. The message was revoked. Or the message is a
-    flow's request that has expired or was rejected by the broker: the flow got `Dead`
-    as the answer and has gone on.
+    flow's request for which the flow does not wait any more: the request has expired,
+    or the flow got `Dead` as the answer. A stage's request is revoked with that answer.
+    A request that never reached a stage has no inbox row that says so.
     """
     given = letter.headers
     until = wire.expires(wire.conversation(given))
-    expired = until is not None and until <= now
-    left = letter.stage or not wire.is_request(given) or wire.UNDOES in given
-    if left and not expired and (row is None or row.revoked_at is None):
+    gone_on = until is not None and until <= now
+    if not letter.stage and wire.is_request(given) and wire.UNDOES not in given:
+        discarded = letter.resolution == Resolution.DISCARDED
+        gone_on = gone_on or discarded or letter.reason == "rejected"
+    if not gone_on and (row is None or row.revoked_at is None):
         return ""
     return (
         f"message {letter.message_id} is revoked: the flow that sent it has gone on "

@@ -23,7 +23,9 @@ _ANSWERED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(steps|answers)")
 #: The longest ticket that is carried back, in characters.
 MAX_TICKET = 300
 #: Reasons for which a request died, but an operator or a deployment may still save it.
-_UNDECIDED = frozenset({"attempts_exhausted", "worker_lost", "needs_newer_code"})
+_UNDECIDED = frozenset(
+    {"attempts_exhausted", "worker_lost", "needs_newer_code", "broker"}
+)
 
 
 @message_type("txmsg.Dead")

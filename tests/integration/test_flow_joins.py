@@ -69,6 +69,7 @@ from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect
 from tests.faults import wait_until
+from tests.integration.test_intake import WithDeadLetters, taking_in
 from tests.running import committing, declared, put, running, send, ship, txmsg
 from tests.running import step as take
 from tests.shelved_flows import at_hand, shelved
@@ -327,6 +328,48 @@ def test_burying_a_request_for_newer_code_lets_the_next_request_leave() -> None:
     bulk.finish(bulk.start("redeliver", {}))
     drain()
     assert amounts(run) == [0, 10, 20]
+
+
+def dead_letter_in_the_broker() -> DeadLetter:
+    """Let the broker dead-letter the request in the queue, and store its dead
+    letter."""
+    ship()
+    request = QueueMessage.objects.get(queue="tour.price")
+    request.queue = "DLQ"
+    request.headers["original-destination"] = "tour.price"
+    request.save()
+    backend = f"{WithDeadLetters.__module__}.{WithDeadLetters.__qualname__}"
+    with taking_in("database://?poll=0.01", "DLQ", BACKEND=backend):
+        pass
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.stage, letter.resolution) == ("broker", "", "open")
+    return letter
+
+
+def test_request_dead_lettered_by_the_broker_is_answered_after_redelivery() -> None:
+    run = tour(3, at_once=1)
+    dead_letter_in_the_broker()
+    drain()
+    assert effects() == ["price 1", "price 2"], "it has made room for the next request"
+
+    bulk.finish(bulk.start("redeliver", {}))
+    drain()
+    assert amounts(run) == [0, 10, 20]
+
+
+def test_request_dead_lettered_by_the_broker_is_given_up_when_discarded() -> None:
+    run = tour(1)
+    letter = dead_letter_in_the_broker()
+    bulk.finish(bulk.start("discard", {}))
+    drain()
+    assert amounts(run) == [-2]
+
+    restoring = bulk.start("restore", {})
+    bulk.finish(restoring)
+    restoring.refresh_from_db()
+    letter.refresh_from_db()
+    assert (restoring.done, restoring.skipped) == (0, 1)
+    assert letter.resolution == "discarded"
 
 
 def test_a_request_that_the_broker_refuses_is_answered_at_once(
