@@ -43,7 +43,9 @@ MAX_DAYS = 36_525
 MAX_SERVICE_LENGTH = 100
 #: Lower limits of single keys. A worker counts as dead three heartbeats after its last
 #: one; until then its messages and stages count as attended.
-_MOST = {"HEARTBEAT": 60}
+_MOST = {"HEARTBEAT": 60} | dict.fromkeys(
+    ("BATCH", "CONCURRENCY", "MAX_REDELIVERIES"), redelivery.MAX_REDELIVERIES
+)
 #: The longest broker alias that the tables can store.
 MAX_ALIAS_LENGTH = 64
 #: Arguments of `every()`, for an entry of SCHEDULE; EXPIRES is in seconds.
@@ -67,8 +69,9 @@ _SERVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _POSITIVE = frozenset(
     {
         "BATCH_SIZE", "LEASE", "LANES", "MAX_ATTEMPTS", "PREFETCH", "POLL_INTERVAL",
-        "BREAKER_MAX_PAUSE", "MAX_MESSAGE_BYTES", "BACKOFF", "HEARTBEAT",
+        "BREAKER_MAX_PAUSE", "MAX_MESSAGE_BYTES", "BACKOFF", "HEARTBEAT", "BATCH",
         "COMMIT_DELAY_INCREMENT", "MAX_COMMIT_DURATION", "CONTROL_TIMEOUT",
+        "CONCURRENCY",
     }
 )  # fmt: skip
 

@@ -65,10 +65,10 @@ def check(**_: object) -> list[CheckMessage]:
     queue."""
     return [
         Error(
-            f"{name} {why}.",
-            hint="See docs/how-to/django-tasks.md for the options.",
+            f"{problem.path} {problem.message}",
+            hint=problem.hint or "See docs/how-to/django-tasks.md for the options.",
             id="txmsg.E040",
         )
         for backend in ([] if conf.problems() else backends())
-        for name, why in backend.problems()
+        for problem in backend.problems()
     ]

@@ -4,7 +4,6 @@ task's result. Each queue is a stage, which `manage.py consume` runs."""
 from __future__ import annotations
 
 import datetime as dt
-import difflib
 import logging
 import os
 import re
@@ -21,7 +20,6 @@ from .. import conf, signals, wire
 from ..brokers import find_broker
 from ..django_internals import in_block
 from ..envelope.message import MAX_NAME_LENGTH, Message
-from ..envelope.redelivery import MAX_REDELIVERIES
 from ..models import OutboxMessage
 from ..models.fields import clock
 from ..monitoring import databases
@@ -65,46 +63,19 @@ class Options:
     """The alias in TXMSG["BROKERS"] that tasks travel through."""
     USING: str | None = None
     """The alias of the database with tasks and results; None: the outbox's."""
-    MODULES: Sequence[str] | None = None
+    MODULES: tuple[str, ...] | None = None
     """The modules and packages of the tasks that may be enqueued and run here; a worker
     imports them. None: any package that this process has imported."""
 
 
-def problems(given: object) -> Iterator[tuple[str, str]]:
-    """Yield the name of each invalid option, and the reason."""
-    if not isinstance(given, Mapping):
-        yield "", f"must be a dict, not {type(given).__name__}"
+def problems(given: object, path: str) -> Iterator[conf.Problem]:
+    """Yield the errors of a backend's OPTIONS."""
+    yield from conf.find(Options, given, path)
+    if not isinstance(given, Mapping) or given.get("TRANSACTION") != "none":
         return
-    known = Options.__dataclass_fields__
-    for name, value in given.items():
-        if name not in known:
-            close = difflib.get_close_matches(str(name).upper(), known, 1, 0.5)
-            names = ", ".join(sorted(known))
-            hint = f'did you mean "{close[0]}"?' if close else f"known: {names}"
-            yield str(name), f"is not an option; {hint}"
-        elif why := _why_not(name, value):
-            yield name, f"must be {why}, not {value!r}"
-        elif name == "BATCH" and value > 1 and given.get("TRANSACTION") == "none":
-            yield name, 'needs TRANSACTION "outbox": without one, nothing can be shared'
-
-
-def _why_not(name: str, value: Any) -> str:
-    if name == "TRANSACTION":
-        return "" if value in ("outbox", "none") else '"outbox" or "none"'
-    if name in ("MAX_REDELIVERIES", "CONCURRENCY", "BATCH"):
-        low = int(name != "MAX_REDELIVERIES")
-        number = isinstance(value, int) and not isinstance(value, bool)
-        if number and low <= value <= MAX_REDELIVERIES:
-            return ""
-        return f"an integer from {low} to {MAX_REDELIVERIES}"
-    if name in ("USING", "MODULES") and value is None:
-        return ""
-    if name == "MODULES":
-        listed = isinstance(value, list | tuple) and bool(value)
-        if listed and all(isinstance(one, str) and one for one in value):
-            return ""
-        return 'a list of modules, such as ["shop.tasks"]'
-    return "" if isinstance(value, str) and value else "an alias"
+    if given.get("BATCH", 1) != 1:
+        why = 'needs TRANSACTION "outbox": without one, nothing can be shared.'
+        yield conf.Problem(f'{path}["BATCH"]', why)
 
 
 log = logging.getLogger("django_txmsg.tasks")
@@ -136,9 +107,10 @@ class TransactionalBackend(BaseTaskBackend):
     def __init__(self, alias: str, params: dict[str, Any]) -> None:
         super().__init__(alias, params)
         # `manage.py check` reports invalid options.
-        wrong = {name for name, _ in problems(self.options)}
+        wrong = {one.path for one in problems(self.options, "")}
         given = {} if "" in wrong else self.options
-        self._given = Options(**{name: given[name] for name in given.keys() - wrong})
+        sound = {name: given[name] for name in given if f'["{name}"]' not in wrong}
+        self._given = Options(**sound)
 
     def enqueue(  # type: ignore[override]  # of any task
         self, task: AnyTask, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -231,19 +203,18 @@ class TransactionalBackend(BaseTaskBackend):
         base = _base(self.alias)
         return f"{base}.{queue}" if self.queues else base
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield each invalid setting of the backend: its name, and the reason."""
+    def problems(self) -> Iterator[conf.Problem]:
+        """Yield the errors in the settings of the backend."""
         where = f'TASKS["{self.alias}"]'
-        for name, why in problems(self.options):
-            yield f'{where}["OPTIONS"]' + (f'["{name}"]' if name else ""), why
+        yield from problems(self.options, f'{where}["OPTIONS"]')
         for name in (self.alias, *sorted(map(str, self.queues))):
             sound = _ALIAS if name is self.alias else _NAME
             whole = len(self.destination(name))
             if not sound.fullmatch(name) or whole > MAX_NAME_LENGTH:
-                yield (
+                yield conf.Problem(
                     where,
                     f"has {name[:40]!r} as a name: use letters, digits, '-' and '_', "
-                    f"and '.' in a queue's, since it becomes part of a destination",
+                    f"and '.' in a queue's, since it becomes part of a destination.",
                 )
 
     def stage(self, destination: str) -> Stage:
