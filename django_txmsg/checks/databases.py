@@ -151,7 +151,7 @@ def check_runs(asked: Sequence[str]) -> Iterator[CheckMessage]:
         if using not in asked:
             continue
         runs = Run.objects.using(using).filter(
-            service=conf.get().SERVICE, ended_at=None
+            service__in=conf.get().services, ended_at=None
         )
         columns = ("flow", "step", "otherwise", "version", "waits_for", "reads")
         try:

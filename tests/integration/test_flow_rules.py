@@ -555,6 +555,10 @@ def test_check_finds_what_open_runs_wait_for_and_the_code_does_not_have() -> Non
         assert "version 2 of its state" in lacking()[0]
     declaration.forget("rules.flow")
     assert lacking() == ["the flow itself"]
+    with txmsg(SERVICE="renamed", FORMER_SERVICES=["tests"]):
+        assert lacking() == ["the flow itself"]
+    with txmsg(SERVICE="another"):
+        assert lacking() == []
     with transaction.atomic():
         run.end(Outcome.ANSWERED)
         run.save()
