@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from django.db import router
+
 from .. import conf, stages
 from ..errors import FlowError
-from ..models import Batch
+from ..models import Batch, OutboxMessage
 from .flow import Flow, step
 from .values import BatchEnded, Cancelled, Next
 
@@ -19,6 +21,7 @@ class Batches(
     Flow[BatchEnded, BatchEnded | Cancelled],
     name=f"{conf.get().SERVICE}.batches",
     within=None,
+    using=router.db_for_write(OutboxMessage),
 ):
     """A flow that the package itself declares. Each flow batch of this service is one
     run of this flow."""

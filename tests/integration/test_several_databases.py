@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import datetime as dt
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -193,3 +196,58 @@ def test_another_database_without_a_transaction_of_its_own_is_refused(
         assert drained("tests.next") == []
     assert not OutboxMessage.objects.exists()
     assert OutboxMessage.objects.using("other").get().body == b"2"
+
+
+WITHOUT_DEFAULT = """
+import sys
+import django
+from django.conf import settings
+from django.core.management import call_command
+from django.db import transaction
+
+class Router:
+    def db_for_read(self, model, **hints):
+        return "shop"
+    db_for_write = db_for_read
+
+shop = {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[1]}
+settings.configure(
+    DATABASES={"default": {}, "shop": shop},
+    DATABASE_ROUTERS=[Router()],
+    INSTALLED_APPS=["django_txmsg"],
+    SECRET_KEY="a key that signs nothing but what this test signs with it",
+    TXMSG={
+        "SERVICE": "shop",
+        "BROKERS": {"default": {"URL": "database://shop"}},
+        "HTTP": {"USING": "shop"},
+        "FLOWS": {"BATCHES": True},
+    },
+)
+django.setup()
+from django_txmsg import stage
+from django_txmsg.flows import batch
+
+@stage("mail", using="shop")
+def mail(message):
+    print("mail")
+
+@stage("over", using="shop")
+def over(message):
+    print(message.body["answered"])
+
+call_command("migrate", database="shop", verbosity=0)
+call_command("check")
+with transaction.atomic(using="shop"):
+    batch([{"destination": "mail", "body": None}], then="over")
+for command in ("relay", "consume") * 3:
+    call_command(command, once=True, verbosity=0)
+"""
+
+
+def test_a_flow_batch_is_stored_in_the_outboxs_database(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DEFAULT, str(tmp_path / "db.sqlite3")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["mail", "1"]
