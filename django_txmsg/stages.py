@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from django.utils.module_loading import import_string
 
@@ -25,6 +25,9 @@ from .errors import ConfigurationError
 from .sending import undoing, unique
 from .sending.answering import replying
 from .sending.destination import Destination
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Longest time-out of a handler, in seconds: PostgreSQL counts milliseconds in an
 #: integer.
@@ -171,6 +174,24 @@ class CallNext:
         return self._call(message)
 
 
+class StageOptions(TypedDict, total=False):
+    """The options of `stage()`, for type checkers."""
+
+    name: str | None
+    transaction: TransactionMode
+    redelivery: RedeliveryPolicy | None
+    isolation: str | None
+    using: str | None
+    concurrency: int
+    broker: str
+    batch: int
+    timeout: float | None
+    ordered: Order | None
+    rate: str | None
+    per: str | None
+    undoes: Destination[Any, Any] | None
+
+
 _stages: dict[str, Stage] = {}
 _providers: list[Callable[[], Iterable[Stage]]] = []
 
@@ -178,38 +199,12 @@ _providers: list[Callable[[], Iterable[Stage]]] = []
 @overload
 def stage(
     destination: Destination[Body, Any],
-    *,
-    name: str | None = None,
-    transaction: TransactionMode = "outbox",
-    redelivery: RedeliveryPolicy | None = None,
-    isolation: str | None = None,
-    using: str | None = None,
-    concurrency: int = 1,
-    broker: str = "default",
-    batch: int = 1,
-    timeout: float | None = None,
-    ordered: Order | None = None,
-    rate: str | None = None,
-    per: str | None = None,
-    undoes: Destination[Any, Any] | None = None,
+    **options: Unpack[StageOptions],
 ) -> Declaring[Body]: ...
 @overload
 def stage(
     destination: str,
-    *,
-    name: str | None = None,
-    transaction: TransactionMode = "outbox",
-    redelivery: RedeliveryPolicy | None = None,
-    isolation: str | None = None,
-    using: str | None = None,
-    concurrency: int = 1,
-    broker: str = "default",
-    batch: int = 1,
-    timeout: float | None = None,
-    ordered: Order | None = None,
-    rate: str | None = None,
-    per: str | None = None,
-    undoes: Destination[Any, Any] | None = None,
+    **options: Unpack[StageOptions],
 ) -> Callable[[Decorated], Decorated]: ...
 def stage(
     destination: str | Destination[Any, Any],

@@ -15,7 +15,7 @@ import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from django.conf import settings as django_settings
 from django.db import router
@@ -33,9 +33,12 @@ from ..envelope.message import (
 from ..errors import ConfigurationError, InvalidMessage
 from ..models import Schedule
 from ..models.outbox_store import UniqueUntil
-from ..sending.outbox import encoded
+from ..sending.outbox import TickOptions, encoded
 from ..sending.typed_name import TypedName
 from ..sending.unique import check_recorded, check_until
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Missed = Literal["latest", "all"]
 
@@ -147,13 +150,8 @@ def every(
     name: str | None = None,
     tz: str | None = None,
     missed: Missed | None = None,
-    headers: Mapping[str, str] | None = None,
-    key: str | None = None,
-    expires: dt.timedelta | None = None,
     using: str | None = None,
-    broker: str = "default",
-    unique: str | None = None,
-    unique_until: UniqueUntil = "left",
+    **options: Unpack[TickOptions],
 ) -> Recurring:
     """Declare a message that is sent at each tick of a cron expression. However many
     processes run, each tick has one message.
@@ -182,13 +180,8 @@ def every(
         body=body,
         tz=tz,
         missed=missed,
-        headers=headers,
-        key=key,
-        expires=expires,
         using=using,
-        broker=broker,
-        unique=unique,
-        unique_until=unique_until,
+        **options,
     )
     found.check_timing()
     if _declared.setdefault(found.name, found) != found:
@@ -229,12 +222,7 @@ def make_recurring(
     *,
     tz: str | None = None,
     missed: Missed | None = None,
-    headers: Mapping[str, str] | None = None,
-    key: str | None = None,
-    expires: dt.timedelta | None = None,
-    broker: str = "default",
-    unique: str | None = None,
-    unique_until: UniqueUntil = "left",
+    **options: Unpack[TickOptions],
 ) -> None:
     """Create a recurring message, or change the message that was created with this
     name. Messages are stored only for ticks after this call.
@@ -263,18 +251,14 @@ def make_recurring(
         body=json.loads(content),
         tz=tz,
         missed=missed,
-        headers=headers,
-        key=key,
-        expires=expires,
-        broker=broker,
-        unique=unique,
-        unique_until=unique_until,
+        using=None,  # an option of `every()` only
+        **options,
     )
     one.check()
     given = {name: getattr(one, name) for name in _NAMES}
     given |= {
-        "headers": dict(headers or {}),
-        "expires": None if expires is None else expires.total_seconds(),
+        "headers": dict(one.headers or {}),
+        "expires": None if one.expires is None else one.expires.total_seconds(),
     }
     if "\\u0000" in json.dumps([name, given]).replace("\\\\", ""):
         raise InvalidMessage(f"{name!r} contains a NUL, which PostgreSQL cannot store.")

@@ -3,20 +3,16 @@ when they are received, but also when they are sent."""
 
 from __future__ import annotations
 
-import datetime as dt
-import uuid
-from collections.abc import Mapping
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, overload
 
 from ..envelope.message import Message
-from ..models.outbox_store import OnConflict, UniqueUntil
 from . import typed_name
-from .outbox import send_message
+from .outbox import SendOptions, send_message
 from .typed_name import Body, TypedName
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeForm, TypeVar
+    from typing_extensions import TypeForm, TypeVar, Unpack
 
     Reply = TypeVar("Reply", default=None)
 else:
@@ -71,37 +67,10 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
         # With the type of the body alone, too: a checker knows the other's default.
         __class_getitem__ = classmethod(GenericAlias)
 
-    def send(
-        self,
-        body: Body,
-        *,
-        headers: Mapping[str, str] | None = None,
-        message_id: uuid.UUID | None = None,
-        key: str | None = None,
-        delay: dt.timedelta | None = None,
-        expires: dt.timedelta | None = None,
-        using: str | None = None,
-        broker: str = "default",
-        unique: str | None = None,
-        on_conflict: OnConflict = "error",
-        unique_until: UniqueUntil = "left",
-    ) -> Message:
+    def send(self, body: Body, **options: Unpack[SendOptions]) -> Message:
         """Store one message, with the arguments and errors of `send_message()`. Also
         raises InvalidMessage if the body does not have the declared type."""
-        return send_message(
-            self,
-            body,
-            headers=headers,
-            message_id=message_id,
-            key=key,
-            delay=delay,
-            expires=expires,
-            using=using,
-            broker=broker,
-            unique=unique,
-            on_conflict=on_conflict,
-            unique_until=unique_until,
-        )
+        return send_message(self, body, **options)
 
 
 def declared() -> list[Destination[Any, Any]]:
