@@ -179,7 +179,8 @@ class WorkerFailed(TxmsgError):
 
 
 class TaskGivenUp(TxmsgError):
-    """A OnceTask has killed its worker at each delivery, and is not run again.
+    """A OnceTask has killed its worker at each delivery, or has lost its connection to
+    the database, and is not run again.
 
     This error differs from Celery's WorkerLostError, after which Celery delivers the
     message once more.

@@ -10,7 +10,7 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from django_txmsg.runtime.breaker import Breaker
 from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.sending.outbox import send_message
+from tests.faults import wait_until
 
 #: Tests that commit. With the two applications alone, emptying the tables is quick.
 committing = pytest.mark.django_db(
@@ -244,3 +245,23 @@ def record_lost_at(statement: str) -> Iterator[None]:
     with connection.execute_wrapper(execute):
         yield
     assert lost
+
+
+def lose_connection(how: str) -> None:
+    """Make PostgreSQL end this thread's connection. The thread notices it at its next
+    statement. `how` is "killed" or "idle in transaction"."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        (pid,) = cursor.fetchone()
+        if how == "idle in transaction":
+            cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 1")
+    other: Any = connection.copy()
+    with closing(other), other.cursor() as cursor:
+
+        def is_gone() -> bool:
+            cursor.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", [pid])
+            return cursor.fetchone() is None
+
+        if how == "killed":
+            cursor.execute("SELECT pg_terminate_backend(%s, 10000)", [pid])
+        wait_until(is_gone)

@@ -34,7 +34,7 @@ from .. import conf, signals, wire
 from ..brokers.celery_publication import Publication
 from ..consuming import protocol
 from ..consuming.protocol import Conflicts, Undecided, guarded
-from ..django_internals import abandon, in_block
+from ..django_internals import abandon, in_block, raw
 from ..envelope.failure import Failure, cause_of
 from ..envelope.message import Message
 from ..envelope.stage_options import TransactionDefinition
@@ -89,7 +89,8 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
     If the task raises an exception, its work is rolled back and the exception is
     raised. Raises Reject, so that the broker redelivers the message, if the database or
     Celery's broker is unavailable, or if the database refuses a statement of this
-    package.
+    package. This counts as an attempt only if the connection to the database ended
+    while the task ran: the task itself may have crashed the server.
     """
     once = _Once(task, args, kwargs)
     try:
@@ -102,8 +103,10 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
         error = raised.error if isinstance(raised, Undecided) else raised
         if task.request.is_eager or not (refused or database_health.is_away(error)):
             raise error from cause_of(error)  # by which it is known
+        lost_connection = not refused and protocol.is_outage(error, once.ran_on)
         connections[once.using].close()
-        once.take_back()
+        if not lost_connection:
+            once.take_back()
         log.warning(
             "task %s[%s] goes back to its queue, since the database refuses it: %s",
             task.name, task.request.id, error,
@@ -132,6 +135,8 @@ class _Once:
         )
         self.inbox = InboxMessage.objects.db_manager(self.using)
         self._inbox_record: InboxRecord | None = None
+        #: The driver's connection on which the task was started.
+        self.ran_on: Any = None
 
     def process(self) -> Any:
         """Record the delivery, run the task if necessary, and return its result."""
@@ -144,7 +149,8 @@ class _Once:
         elif self._too_often(record):
             given_up = TaskGivenUp(
                 f"{_most()} deliveries of this task began and never ended: each time "
-                f"its worker died with it. Look for memory, signals and native crashes."
+                f"its worker died, or lost its connection to the database. Look for "
+                f"memory, signals and native crashes."
             )
             if self._fail(record, given_up):
                 raise given_up
@@ -206,6 +212,7 @@ class _Once:
     def _attempt(self, record: InboxRecord, begun: bool) -> Any:
         run, outer = calling.Run(), calling.current_run()
         calling.enter(run)
+        self.ran_on = raw(connections[self.using])
         ignored: list[Ignore] = []
 
         def work() -> Any:

@@ -126,7 +126,7 @@ def once(
     Returns the result, and whether the database was used. After an exception,
     everything is rolled back. Raises LostRace if the row cannot be taken, Undecided if
     the database refuses a statement of the package, and the errors of `run` and of the
-    commit.
+    commit. A connection that ended while `run` ran is an error of `run`.
     """
     began = time.monotonic()
     with StageTransaction(definition, begun=begun) as block:
@@ -136,7 +136,7 @@ def once(
             if not taken:
                 raise LostRace
         result = run()
-        with ours():
+        with ours(after_run=raw(connections[definition.using])):
             finish(result, time.monotonic() - began > MARK_AGAIN_AFTER)
     return result, block.employed
 
@@ -260,15 +260,21 @@ class Undecided(Exception):
 
 
 @contextmanager
-def ours() -> Iterator[None]:
+def ours(after_run: Any = None) -> Iterator[None]:
     """A context manager around SQL statements that the package itself executes in a
     stage's transaction. Raises Undecided if the database refuses a statement that may
     succeed later. If the transaction loses a conflict with another one, the database's
-    error is raised unchanged, so that the caller can repeat the work immediately."""
+    error is raised unchanged, so that the caller can repeat the work immediately.
+
+    `after_run` is the driver's connection on which a handler has run. If this
+    connection has ended, the error is raised unchanged too, because the handler may be
+    at fault: it crashed the server, or waited for longer than the server permits."""
     try:
         yield
     except AnyDatabaseError as error:
         if database_health.lost_conflict(error) or not database_health.may_pass(error):
+            raise
+        if getattr(after_run, "closed", False):
             raise
         raise Undecided(error) from error
 

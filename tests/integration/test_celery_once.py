@@ -33,7 +33,7 @@ from tests.app.models import Effect
 from tests.celery_shop import app, charge, failing, step
 from tests.celery_worker import BROKERS, forget_connections
 from tests.hostile_errors import SilentError
-from tests.running import committing, record_lost_at, txmsg
+from tests.running import committing, lose_connection, record_lost_at, txmsg
 
 pytestmark = committing
 
@@ -489,6 +489,19 @@ def test_while_the_database_is_away_the_message_goes_back(
     assert rejected.requeue
     assert deliver(task) is None
     assert effects() == ["worked"]
+
+
+@pytest.mark.postgresql
+def test_task_that_ends_its_connection_each_time_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("django_txmsg.celery.following.PAUSE", 0.0)
+    # The row is marked again after each task, however quick.
+    monkeypatch.setattr(protocol, "MARK_AGAIN_AFTER", 0.0)
+    task = once_task(lambda: lose_connection("killed"))
+    with txmsg(BROKERS=BROKERS, REDELIVERY={"MAX_REDELIVERIES": 1}):
+        ends = [type(deliver(task)) for _ in range(3)]
+    assert ends == [Reject, Reject, TaskGivenUp]
 
 
 @pytest.mark.postgresql

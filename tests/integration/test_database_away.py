@@ -23,7 +23,15 @@ from django_txmsg.testing.scripted_broker import ScriptedBroker
 from tests import services
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
-from tests.running import IMPATIENT, committing, declared, running, send, txmsg
+from tests.running import (
+    IMPATIENT,
+    committing,
+    declared,
+    lose_connection,
+    running,
+    send,
+    txmsg,
+)
 
 pytestmark = [committing, pytest.mark.postgresql]
 
@@ -128,6 +136,33 @@ def test_a_handler_that_loses_its_connection_runs_again_at_once(
     # Counted, should it be the message that ends the server; no failure of it else.
     assert InboxMessage.objects.get().attempts == 2
     assert not Attempt.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "failures"), [("killed", 0), ("idle in transaction", 2)]
+)
+def test_a_message_that_ends_its_connection_each_time_becomes_a_dead_letter(
+    how: str, failures: int, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection ends while the handler runs, but the handler sends no further
+    statement: the package's own statement is the first to notice."""
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        lose_connection(how)
+
+    # The row is marked again after each handler, however quick.
+    monkeypatch.setattr("django_txmsg.consuming.protocol.MARK_AGAIN_AFTER", 0.0)
+    policy = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0)
+    with declared(handler, redelivery=policy) as stage, running(stage):
+        (message,) = put(broker, stage, 1)
+        wait_until(DeadLetter.objects.exists)
+        broker.wait_for("ACK")
+    assert attempts == [1, 2]
+    assert message.deliveries == 1
+    assert DeadLetter.objects.get().reason == "attempts_exhausted"
+    assert Attempt.objects.count() == failures
 
 
 @pytest.fixture
