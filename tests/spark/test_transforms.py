@@ -281,7 +281,7 @@ def test_a_message_is_late_and_lost_from_when_it_was_due(spark) -> None:
         .unionByName(delayed("late", day, day))
         .unionByName(delayed("tried-again", day, day, attempts=1))
         # Due at once: only attempts to send it have made it due again.
-        .unionByName(delayed("refused-first", 15, 15, attempts=3))
+        .unionByName(delayed("refused-first", 15, 15, attempts=7))
         .unionByName(delayed("just-left", day + 30, day + 30))
         .unionByName(delayed("lost", day - 60, day - 60))
         .unionByName(delayed("next-week", 7 * day, None))

@@ -123,7 +123,8 @@ def due_at() -> Column:
     """Return the earliest time at which a stored message could be sent. The column
     `due_at` may be later, because each failed attempt postpones it, by at most six
     minutes. If that alone may explain why it is later, the message was due at once."""
-    failed = sf.coalesce("attempts", sf.lit(0))
+    # As integers, the microseconds of more than five attempts would overflow.
+    failed = sf.coalesce("attempts", sf.lit(0)).cast("long")
     due, stored = sf.unix_micros("due_at"), sf.unix_micros("created_at")
     most = failed * 360_000_000
     # The pauses begin with a second and double, give or take 15 %.
