@@ -207,7 +207,8 @@ class WholeLog:
         return found
 
     def _archived_from(self, table: str) -> dict[str, list[dt.datetime]]:
-        """Return when the oldest ended row of each service's first batch ended."""
+        """Return when the oldest ended row of each service's first batch ended. If that
+        is the first row of all, none is missing."""
         end, ended = _ENDED[table]
         first: dict[str, int] = {}
         for one in (named := self.files_of(table)[1]):
@@ -217,11 +218,16 @@ class WholeLog:
         if not named:
             return {}
         there = TABLES[table].live_struct().fields
-        names = ("service", end, "deliveries")
+        names = ("service", "id", end, "deliveries")
         struct = t.StructType([one for one in there if one.name in names])
         rows = self._archived(table, struct, named, until=first).where(ended)
-        oldest = rows.groupBy("service").agg(sf.min(end).alias(end))
-        return {one["service"]: [one[end]] for one in oldest.toArrow().to_pylist()}
+        oldest = rows.groupBy("service").agg(
+            sf.min(end).alias(end), sf.min_by("id", end).alias("id")
+        )
+        return {
+            one["service"]: [EPOCH if one["id"] == 1 else one[end]]
+            for one in oldest.toArrow().to_pylist()
+        }
 
     def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
         """Find the first and the last inbox row of each pair of stage and destination
