@@ -487,3 +487,19 @@ def test_of_old_receipts_only_those_of_replayed_messages_are_read(
         rest = kept.rest(now - DAY).where("received_at IS NOT NULL").collect()
 
     assert sorted(row.message_id for row in rest) == sorted(map(str, (replayed, new)))
+
+
+def test_since_finds_an_archived_message_by_the_time_it_was_due(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    """Without journeys, as in a first dry run."""
+    spec, now = JobSpec((log.spec,), lake), dt.datetime.now(dt.timezone.utc)
+    due = now - dt.timedelta(hours=26)
+    log.send([{"created_at": now - 10 * DAY, "due_at": due, "dispatched_at": due}])
+    judge = (*JUDGE, "--since", "27h")
+    live = run(spec, *judge, "--dry-run")["counts"]
+    archive(spark, log, lake)
+
+    archived = run(spec, *judge, "--dry-run")["counts"]
+
+    assert live == archived == run(spec, *judge)["counts"] == {"never_received": 1}

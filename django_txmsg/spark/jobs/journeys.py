@@ -342,9 +342,10 @@ class Journeys:
             tests = [f"t.{clock} >= {{day}}" for clock in clocks]
             tests += [f"t.message_id IN ({ids})"] if ids else []
             where = f"({' OR '.join(tests)})"
-            return self._unsettled(
-                table, struct, since=day, where=where, whole=bool(ids)
-            )
+            # A message that became due since then may have been stored, and archived,
+            # long before.
+            whole = bool(ids) or (table == "outbox" and not self.goal)
+            return self._unsettled(table, struct, since=day, where=where, whole=whole)
 
         again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
         sent = read("outbox", again, "created_at", "due_at", "dispatched_at")
