@@ -263,7 +263,12 @@ class LakeTable:
             return []
         would = partial(delta.vacuum, 0, dry_run=True, enforce_retention_duration=False)
         unnamed = set(would(full=True)) - set(would())  # which it has once named
-        own = {directory_of(service), f"service={service}"}
+        former = self.place.former
+        own = {
+            one
+            for name in (service, *(old for old in former if former[old] == service))
+            for one in (directory_of(name), f"service={name}")
+        }
         paths = [
             f"{self.root}/{path}"
             for path in sorted(unnamed)

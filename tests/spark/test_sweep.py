@@ -3,6 +3,7 @@ nothing else."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 import uuid
@@ -140,6 +141,25 @@ def test_results_are_tidied_as_rows_are(spark, log: Log, lake: LakeSpec) -> None
     assert swept["verdicts"]["compacted"] >= 3
     runs = Table("runs", "", "", (), "", ("",))
     assert delta_rows(lake, runs)["job"].to_pylist().count("reconcile") == 3
+
+
+def test_orphans_of_a_former_name_go(make_log, lake: LakeSpec) -> None:
+    """The service was renamed after its archive job was killed."""
+    log: Log = make_log("sqlite")
+    log.send_many(1)
+    archive(None, log, lake)
+    orphans = []
+    for name in ("orders", "other"):
+        day = path_of(lake) / f"service={name}" / "day=2026-03-01"
+        day.mkdir(parents=True)
+        orphans.append(day / "attempt.parquet")
+        orphans[-1].write_bytes(b"half a file")
+    renamed = dataclasses.replace(lake, former={"orders": "shop"})
+
+    done = sweep(log, renamed, "--orphans-older-than", "0s")
+
+    assert done["orphans"] == 1
+    assert [one.exists() for one in orphans] == [False, True]
 
 
 def test_a_sweep_makes_room_before_it_writes(make_log, lake: LakeSpec) -> None:
