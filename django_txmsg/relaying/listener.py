@@ -105,15 +105,17 @@ class Listener:
                     log.warning("cannot listen in database %r: %s", self._alias, error)
                     pause = AGAIN
             except _NotReceived:
-                pause, later = later, min(4 * later, AGAIN)
-                if not warned:
-                    log.warning(
-                        "database %r: no notification arrived, so all threads poll. "
-                        "Behind a pooler in transaction mode, name a direct "
-                        'connection in TXMSG["LISTEN_DATABASE"]',
-                        self._alias,
-                    )
-                warned = True
+                # During an outage, also of a read-only server, none is sent.
+                if database_health.error(self._using) is None:
+                    pause, later = later, min(4 * later, AGAIN)
+                    if not warned:
+                        log.warning(
+                            "database %r: no notification arrived, so all threads "
+                            "poll. Behind a pooler in transaction mode, name a direct "
+                            'connection in TXMSG["LISTEN_DATABASE"]',
+                            self._alias,
+                        )
+                    warned = True
             except Exception:
                 log.exception("listening in database %r failed", self._alias)
                 pause = AGAIN

@@ -16,7 +16,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import connection, connections, transaction
+from django.db import DatabaseError, connection, connections, transaction
 
 from django_txmsg import stages
 from django_txmsg.checks import check, check_databases
@@ -24,12 +24,13 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher, listener
-from django_txmsg.runtime import liveness, notifications
+from django_txmsg.runtime import database_health, liveness, notifications
 from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.outbox import send_message
 from tests import services
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
+from tests.integration.test_database_away import ReadOnly
 from tests.running import IMPATIENT, committing, put, txmsg
 
 pytestmark = [committing, pytest.mark.postgresql]
@@ -397,6 +398,25 @@ def test_listener_of_a_former_primary_falls_back_to_polling(
     finally:
         with connection.cursor() as cursor:
             cursor.execute(f'DROP DATABASE "{elsewhere}" WITH (FORCE)')
+
+
+def test_a_read_only_server_is_not_called_a_pooler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the server is read-only, this process sends no notifications, so the
+    listener does not receive its own."""
+    monkeypatch.setattr(listener, "PROVE_EVERY", 0.1)
+    monkeypatch.setattr(listener, "PROVED", 2.0)
+    monkeypatch.setattr(listener, "LOOK", 0.2)
+    with txmsg(), listener.listening({"default"}):
+        wait_until(lambda: notifications.has_listener("default"))
+        with ReadOnly():
+            with pytest.raises(DatabaseError) as refused, transaction.atomic():
+                Effect.objects.create(name="no")
+            assert database_health.note("default", refused.value)
+            wait_until(lambda: not notifications.has_listener("default"))
+        wait_until(lambda: notifications.has_listener("default"))
+    assert "no notification arrived" not in caplog.text
 
 
 def test_foreign_notifications_are_ignored() -> None:
