@@ -175,7 +175,7 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
         group["example"] = max(group["example"], one.example)
         group["deaths"] = max(group["deaths"], one.deaths)
         group["places"][one.place] = group["places"].get(one.place, 0) + one.count
-    recent = clock(using) - NEW
+    now = clock(using)
     rank: Callable[[dict[str, Any]], float] = (
         (lambda one: one["last"].timestamp()) if latest else (lambda one: one["count"])
     )
@@ -190,8 +190,14 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     letters: Any = DeadLetter.objects.using(using).defer("body")
     examples = letters.in_bulk([group["example"] for group in shown])
     for group in shown:
-        group["new"] = group["first"] > recent
-        group["note"] = notes.get(group["fingerprint"])
+        group["new"] = group["first"] > now - NEW
+        note = group["note"] = notes.get(group["fingerprint"])
+        # Even if more are open than the mute allows, so that a new note keeps it.
+        group["has_mute"] = (
+            note is not None
+            and note.muted
+            and (note.muted_until is None or note.muted_until > now)
+        )
         letter = group["letter"] = examples.get(group["example"])
         group["task"] = display.task(letter) if letter else ""
         group["error"] = (letter.exception or letter.reason) if letter else ""

@@ -460,6 +460,9 @@ def test_a_mute_does_not_hide_more_than_it_allows(admin_client: Client) -> None:
     assert sum(gauges("stage_dead").values()) == 4
     page = admin_client.get(url).content.decode()
     assert "more than the 3 that are muted" in page
+    # A change of the note keeps the mute.
+    assert 'name="muted" value="1" checked' in page
+    assert "<option selected>ever</option>" in page
     assert f"auditentry/?q={MUTED}" in page
     out = StringIO()
     call_command("dead_letters", "groups", stdout=out)
@@ -493,6 +496,8 @@ def test_a_mute_ends_by_itself(admin_client: Client) -> None:
 
     FailureNote.objects.update(muted_until=ago(seconds=1))
 
+    page = admin_client.get("/admin/django_txmsg/deadletter/").content.decode()
+    assert " checked" not in page
     assert (status.read().dead, status.read().muted) == (1, 0)
     assert [one["muted"] for one in grouped("default")] == [False]
     out = StringIO()
