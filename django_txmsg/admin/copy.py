@@ -1,8 +1,8 @@
 """Redelivers an edited copy of a dead letter. The user edits headers and body, sees the
 changes, and sends the copy.
 
-Off unless TXMSG["EDIT_DEAD_LETTERS"] is true. The copy has its own id. Headers that
-identify the original are shown, but cannot be changed.
+Off unless TXMSG["EDIT_DEAD_LETTERS"] is true. The copy of a stage's dead letter has its
+own id. Headers that identify the original are shown, but cannot be changed.
 """
 
 from __future__ import annotations

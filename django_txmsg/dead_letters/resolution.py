@@ -225,8 +225,13 @@ def redeliver_copy(
     body: bytes,
     by: str = "",
 ) -> uuid.UUID:
-    """Send an edited copy of a dead letter under a new id, and close the dead letter,
-    which records that id.
+    """Send an edited copy of a dead letter, and close the dead letter. Returns the
+    copy's id.
+
+    The copy of a stage's dead letter has a new id, which the dead letter records. Other
+    copies keep the message's id: messages of its key may wait for this id, and an undo
+    revokes a request by this id. An expired message was never sent, so its copy has a
+    new id, too.
 
     Raises InvalidMessage if a header cannot be sent or a JSON body cannot be parsed.
     Raises TxmsgError if the dead letter is no longer open or its message is revoked.
@@ -239,8 +244,10 @@ def redeliver_copy(
         raise InvalidMessage(
             f"The edited body is not valid {content_type}: {error}"
         ) from error
+    same = not letter.stage and letter.reason != "expired"
     copy = NewMessage(
-        message_id=new_id(),
+        message_id=letter.message_id if same else new_id(),
+        replay_id=_replay_id(letter) if same else "",
         broker=letter.broker,
         destination=letter.destination,
         key=_key(letter),
@@ -251,9 +258,9 @@ def redeliver_copy(
         service=_sender(letter),
     )
     with transaction.atomic(using=using):
-        if not _resolve(
-            [letter], using, Resolution.REPLACED, by, replaced_by=copy.message_id
-        ):
+        resolution = Resolution.REDELIVERED if same else Resolution.REPLACED
+        other_id = None if same else copy.message_id
+        if not _resolve([letter], using, resolution, by, replaced_by=other_id):
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
         row = _known([letter], using).get((letter.message_id, letter.stage))
         if revoked := _revoked(letter, row, clock(using)):
@@ -316,7 +323,7 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
                 "id": one.pk,
                 "key": _key(one),
                 "headers": wire.of_a_copy(one.headers),
-                "replay_id": f"dead-letter-{one.pk}-{one.deaths}",
+                "replay_id": _replay_id(one),
                 "service": _sender(one),
             }
             for one in letters
@@ -328,6 +335,11 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
         by_broker.setdefault(by_message[message_id].broker, {})[pk] = message_id
     for broker, rows in by_broker.items():
         storing.after_commit(using, broker, new=rows)
+
+
+def _replay_id(letter: DeadLetter) -> str:
+    """Return a text that only the outbox row of this redelivery has."""
+    return f"dead-letter-{letter.pk}-{letter.deaths}"
 
 
 def _key(letter: DeadLetter) -> str:
@@ -349,10 +361,12 @@ def _sender(letter: DeadLetter) -> str:
 
 def _copied_headers(letter: DeadLetter, headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers of an edited copy: the edited headers, and the headers that an
-    operator cannot edit (the type of the body, and the conversation)."""
+    operator cannot edit (the type of the body, the conversation, and the link to the
+    predecessor, unless the message's turn has come at a stage)."""
     kept = wire.conversation(letter.headers)
-    if wire.TYPE in letter.headers:
-        kept[wire.TYPE] = letter.headers[wire.TYPE]
+    for name in (wire.TYPE,) if letter.stage else (wire.TYPE, wire.AFTER):
+        if name in letter.headers:
+            kept[name] = letter.headers[name]
     given = check_headers(wire.senders(headers))
     given.pop(wire.CORRELATION_ID, None)  # a column of its own
     return given | kept

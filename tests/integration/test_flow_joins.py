@@ -27,7 +27,7 @@ from django_txmsg import (
     wire,
 )
 from django_txmsg.brokers.database import DatabaseSession
-from django_txmsg.dead_letters import bulk
+from django_txmsg.dead_letters import bulk, resolution
 from django_txmsg.dead_letters.burial import bury_unread
 from django_txmsg.errors import (
     ConfigurationError,
@@ -355,6 +355,15 @@ def test_request_dead_lettered_by_the_broker_is_answered_after_redelivery() -> N
     bulk.finish(bulk.start("redeliver", {}))
     drain()
     assert amounts(run) == [0, 10, 20]
+
+
+def test_undo_revokes_the_copy_of_a_request_dead_lettered_by_the_broker() -> None:
+    tour(1)
+    letter = dead_letter_in_the_broker()
+    resolution.redeliver_copy(letter, headers={}, body=bytes(letter.body))
+    drain("tour.flow.steps", "tour.forget", ahead=2 * HOUR)
+    drain()
+    assert effects() == []
 
 
 def test_request_dead_lettered_by_the_broker_is_given_up_when_discarded() -> None:

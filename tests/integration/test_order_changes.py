@@ -19,8 +19,9 @@ from django.db.models.functions import Now
 
 from django_txmsg.consuming import ordering
 from django_txmsg.consuming.consumer import Consumer, wake_for_parked
-from django_txmsg.dead_letters import bulk
+from django_txmsg.dead_letters import bulk, burial, resolution
 from django_txmsg.dead_letters.burial import bury_unread
+from django_txmsg.envelope.failure import Failure
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.stage_options import (
     TRANSACTION_MODES,
@@ -53,7 +54,16 @@ from tests.integration.test_ordered import (
     taken,
     waiting,
 )
-from tests.running import committing, declared, put, running, step, thread_of, txmsg
+from tests.running import (
+    committing,
+    declared,
+    put,
+    running,
+    ship,
+    step,
+    thread_of,
+    txmsg,
+)
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -417,6 +427,28 @@ def test_burying_an_unread_message_releases_followers_with_skip() -> None:
         assert InboxMessage.order.waiting(stage.name, None) == (0, 0)
         settle(stage, 1)
     assert effects() == ["2"]
+
+
+@pytest.mark.parametrize("reason", ["rejected", "broker"])
+def test_copy_of_a_message_that_the_broker_gave_up_keeps_its_place(reason: str) -> None:
+    with declared(effect, ordered="block") as stage:
+        sent = send_chain(stage.destination, [0, 1, 2])
+        zero, one, two = taken(stage.destination)
+        deliver(stage.destination, zero, two)
+        step(stage, times=2)
+        with transaction.atomic():
+            letter = burial.bury(
+                using="default", message_id=sent[1].id, stage="", broker="default",
+                destination=stage.destination, headers=one[1], body=one[0],
+                reason=reason, failure=Failure.because(reason, "no"), attempts=7,
+            )  # fmt: skip
+        copy = resolution.redeliver_copy(letter, headers={}, body=b'"edited"')
+        ship()
+        settle(stage, 3)
+    assert effects() == ["0", "edited", "2"]
+    assert copy == letter.message_id
+    letter.refresh_from_db()
+    assert (letter.resolution, letter.replaced_by) == ("redelivered", None)
 
 
 def finish(kind: BulkKind, letter: DeadLetter) -> None:
