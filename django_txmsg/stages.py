@@ -174,22 +174,24 @@ class CallNext:
         return self._call(message)
 
 
-class StageOptions(TypedDict, total=False):
-    """The options of `stage()`, for type checkers."""
+if TYPE_CHECKING:
 
-    name: str | None
-    transaction: TransactionMode
-    redelivery: RedeliveryPolicy | None
-    isolation: str | None
-    using: str | None
-    concurrency: int
-    broker: str
-    batch: int
-    timeout: float | None
-    ordered: Order | None
-    rate: str | None
-    per: str | None
-    undoes: Destination[Any, Any] | None
+    class StageOptions(TypedDict, total=False):
+        """The options of `stage()`, for type checkers."""
+
+        name: str | None
+        transaction: TransactionMode
+        redelivery: RedeliveryPolicy | None
+        isolation: str | None
+        using: str | None
+        concurrency: int
+        broker: str
+        batch: int
+        timeout: float | None
+        ordered: Order | None
+        rate: str | None
+        per: str | None
+        undoes: Destination[Any, Any] | None
 
 
 _stages: dict[str, Stage] = {}

@@ -33,12 +33,14 @@ from ..envelope.message import (
 from ..errors import ConfigurationError, InvalidMessage
 from ..models import Schedule
 from ..models.outbox_store import UniqueUntil
-from ..sending.outbox import TickOptions, encoded
+from ..sending.outbox import encoded
 from ..sending.typed_name import TypedName
 from ..sending.unique import check_recorded, check_until
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ..sending.outbox import TickOptions
 
 Missed = Literal["latest", "all"]
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 
 from ..envelope.message import Message
 from . import typed_name
-from .outbox import SendOptions, send_message
+from .outbox import send_message
 from .typed_name import Body, TypedName
 
 if TYPE_CHECKING:
     from typing_extensions import TypeForm, TypeVar, Unpack
+
+    from .outbox import SendOptions
 
     Reply = TypeVar("Reply", default=None)
 else:

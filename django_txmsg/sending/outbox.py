@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
 from django.db import connections, router, transaction
 from django.utils import timezone
@@ -37,25 +37,25 @@ from .storing import as_sent, store
 from .typed_name import TypedName, foreign
 from .unique import check_until, store_unique
 
+if TYPE_CHECKING:
 
-class TickOptions(TypedDict, total=False):
-    """The options of `send_message()` that a recurring message has, too."""
+    class TickOptions(TypedDict, total=False):
+        """The options of `send_message()` that a recurring message has, too."""
 
-    headers: Mapping[str, str] | None
-    key: str | None
-    expires: dt.timedelta | None
-    broker: str
-    unique: str | None
-    unique_until: UniqueUntil
+        headers: Mapping[str, str] | None
+        key: str | None
+        expires: dt.timedelta | None
+        broker: str
+        unique: str | None
+        unique_until: UniqueUntil
 
+    class SendOptions(TickOptions, total=False):
+        """The options of `send_message()`, for functions that pass them on."""
 
-class SendOptions(TickOptions, total=False):
-    """The options of `send_message()`, for functions that pass them on."""
-
-    message_id: uuid.UUID | None
-    delay: dt.timedelta | None
-    using: str | None
-    on_conflict: OnConflict
+        message_id: uuid.UUID | None
+        delay: dt.timedelta | None
+        using: str | None
+        on_conflict: OnConflict
 
 
 def send_message(
