@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import threading
 import uuid
 from typing import Any
@@ -207,6 +208,30 @@ def test_records_of_the_http_outbox_go_too() -> None:
 
     assert left(IdempotencyKey) == {fresh.pk}
     assert SessionRecord.objects.count() == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("session records", lambda: SessionRecord(uuid.uuid4())),
+        ("idempotency keys", lambda: IdempotencyKey(caller="a", key=uuid.uuid4())),
+    ],
+)
+def test_rows_of_a_full_second_are_pruned(name: str, row: Any) -> None:
+    (kind,) = [one for one in retention.kinds() if one.name == name]
+    kind.model._default_manager.bulk_create([row() for _ in range(3)])
+    # As the database's clock writes it.
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {kind.model._meta.db_table}"
+            " SET created_at = '2020-01-01 00:00:05.000'"
+        )
+
+    deleted = list(itertools.islice(retention.prune(kind, "default", batch_size=2), 9))
+
+    assert sum(deleted) == 3
+    assert not left(kind.model)
+    assert len(deleted) < 9
 
 
 def test_unreceived_control_messages_are_deleted_after_a_day() -> None:
