@@ -40,12 +40,13 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def adopt(self, service: str, former: Iterable[str]) -> None:
-        """Move the messages that were made at run time under former names of a service
-        to this service. Leave a message whose name the service uses itself."""
+        """Move the recurring messages of former names of a service to this service,
+        with their last ticks and pauses. Leave a message whose name the service uses
+        itself."""
         own = self.filter(service=service).values("name")
         for one in former:
-            made: Any = self.filter(service=one, made__isnull=False)
-            made.exclude(name__in=own).update(service=service)
+            rows: Any = self.filter(service=one)
+            rows.exclude(name__in=own).update(service=service)
 
     def pause(self, service: str, name: str, *, by: str = "", why: str = "") -> bool:
         """Pause a recurring message: its ticks are skipped. Returns False if the

@@ -281,8 +281,8 @@ def remove_recurring(name: str) -> bool:
 
 
 def adopt(using: str) -> Any:
-    """Continue under this service's name the messages that were made under its former
-    names. Returns the manager of the rows."""
+    """Continue under this service's name the recurring messages of its former names.
+    Returns the manager of the rows."""
     rows = Schedule.objects.db_manager(using)
     rows.adopt(conf.get().SERVICE, conf.get().FORMER_SERVICES)
     return rows

@@ -102,6 +102,25 @@ def test_a_tick_is_stored_when_it_comes_and_once() -> None:
 
 
 @pytest.mark.django_db
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_declared_message_of_a_former_service_name_goes_on(paused: bool) -> None:
+    """Its ticks are caught up from its last one, unless an operator has paused it."""
+    with txmsg(SERVICE="before"), keeping(name="t", missed="all") as (clock, first):
+        clock.now += MINUTE
+        first.tick()
+        if paused:
+            call_command("txmsg", "schedule", "pause", "t", "--why", "Ticket 7.")
+        with txmsg(SERVICE="after", FORMER_SERVICES=("before",)):
+            clock.now += 2 * MINUTE
+            Timekeeper(["default"], now=clock).tick()
+    assert stored() == (at(1) if paused else at(1, 2, 3))
+    row = Schedule.objects.get()
+    assert row.service == "after"
+    assert bool(row.paused_at) == paused
+    assert row.paused_why == ("Ticket 7." if paused else "")
+
+
+@pytest.mark.django_db
 def test_a_tick_is_skipped_while_the_last_message_is_not_processed() -> None:
     options = {"destination": "tests.slow", "unique": "k", "unique_until": "processed"}
     with (
