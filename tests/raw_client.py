@@ -22,7 +22,6 @@ class RawClient:
         self,
         address: tuple[str, int],
         *,
-        version: str = "1.2",
         connect: bool = True,
         timeout: float = 30.0,
         tls: ssl.SSLContext | None = None,
@@ -30,19 +29,18 @@ class RawClient:
     ) -> None:
         """Open a connection. Unless `connect` is false, log in with a CONNECT frame.
         `headers` are added to this frame. In their names, "_" stands for "-"."""
-        self.version = version
         self.timeout = timeout
         self.sock = socket.create_connection(address, timeout)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             self.sock = tls.wrap_socket(self.sock, server_hostname="localhost")
-        self.decoder = Decoder(version)
+        self.decoder = Decoder()
         self.arrived: deque[Frame] = deque()
         self.closed_by_peer = False
         self.connected = Frame("")
         if connect:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
-            self.send("CONNECT", {"accept-version": version, "host": "/", **named})
+            self.send("CONNECT", {"accept-version": "1.2", "host": "/", **named})
             self.connected = self.expect("CONNECTED")
 
     def __enter__(self) -> RawClient:
@@ -67,7 +65,7 @@ class RawClient:
         "-"."""
         named = {name.replace("_", "-"): value for name, value in more.items()}
         frame = Frame(command, {**(headers or {}), **named}, body)
-        self.write(encode(frame, self.version))
+        self.write(encode(frame))
 
     def write(self, data: bytes) -> None:
         """Write raw bytes."""

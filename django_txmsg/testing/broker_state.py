@@ -14,7 +14,7 @@ import ssl
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from .frames import Frame
@@ -59,7 +59,6 @@ class Subscription:
 
     name: str
     queue: Queue
-    ack: str
     prefetch: int | None
     deliver: Callable[[Subscription, str, StoredMessage], None]
     in_bytes: bool
@@ -67,19 +66,17 @@ class Subscription:
 
     def has_room(self) -> bool:
         """Return whether the prefetch allows another delivery."""
-        if self.prefetch is None or self.ack == "auto":
+        if self.prefetch is None:
             return True
         pending = self.pending.values()
         used = sum(len(m.body) for m in pending) if self.in_bytes else len(pending)
         return used < self.prefetch
 
     def give(self, message: StoredMessage) -> None:
-        """Deliver one message. The client must acknowledge the message unless the mode
-        is ``auto``."""
+        """Deliver one message, which the client must acknowledge."""
         ack_id = f"{self.name}:{next(_numbers)}"
         message.deliveries += 1
-        if self.ack != "auto":
-            self.pending[ack_id] = message
+        self.pending[ack_id] = message
         self.deliver(self, ack_id, message)
 
     def start(self) -> None:
@@ -99,21 +96,10 @@ class Subscription:
         self.pending.clear()
         self.queue.put_back(unacknowledged)
 
-    def settle(self, ack_id: str) -> StoredMessage:
+    def settle(self, ack_id: str) -> None:
         """Remove an acknowledged message, and deliver further messages."""
-        message = self.pending.pop(ack_id)
+        del self.pending[ack_id]
         self.queue.dispatch()
-        return message
-
-    def covered(self, ack_id: str) -> list[str]:
-        """Return the ids that an acknowledgement of this id covers. In ``client`` mode,
-        this includes all earlier ids."""
-        if ack_id not in self.pending:
-            return []
-        if self.ack != "client":
-            return [ack_id]
-        before = itertools.takewhile(lambda other: other != ack_id, self.pending)
-        return [*before, ack_id]
 
 
 class Queue:
@@ -347,14 +333,13 @@ class BrokerState(Record):
         self,
         profile: Profile,
         *,
-        versions: Sequence[str],
         users: Mapping[str, str] | None,
         heart_beat: tuple[int, int] | None,
         tls: ssl.SSLContext | None,
     ) -> None:
         """See ``ScriptedBroker``."""
         super().__init__()
-        self.profile, self.versions, self.users = profile, versions, users
+        self.profile, self.users = profile, users
         self.heart_beat, self.tls = heart_beat, tls
         self.loop = Loop(self.changed, self.failed)
         self.script = Script()

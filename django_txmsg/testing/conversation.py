@@ -45,15 +45,14 @@ class Transaction:
 
 
 class Session:
-    """A client's STOMP version, subscriptions and open transactions."""
+    """A client's subscriptions and open transactions."""
 
     def __init__(self, peer: Peer) -> None:
         """Create a session that waits for CONNECT."""
         self.peer = peer
         self.broker = peer.broker
         self.profile = peer.broker.profile
-        #: The version agreed, once the client is connected.
-        self.version: str | None = None
+        self.connected = False
         self.client_id = ""
         self.subscriptions: dict[str, Subscription] = {}
         self.transactions: dict[str, Transaction] = {}
@@ -91,12 +90,10 @@ class RefusedError(Exception):
 
 
 def _connect(talk: Session, frame: Frame) -> None:
-    if talk.version is not None:
+    if talk.connected:
         raise RefusedError("already connected")
-    offered = frame.headers.get("accept-version", "1.0").split(",")
-    common = [v for v in talk.broker.versions if v in offered]
-    if not common:
-        raise RefusedError(f"Supported versions are {','.join(talk.broker.versions)}")
+    if "1.2" not in frame.headers.get("accept-version", "1.0").split(","):
+        raise RefusedError("Supported versions are 1.2")
     hosts = talk.profile.virtual_hosts
     if hosts is not None and frame.headers.get("host", "/") not in hosts:
         raise RefusedError(f"Virtual host '{frame['host']}' access denied")
@@ -104,18 +101,16 @@ def _connect(talk: Session, frame: Frame) -> None:
     users = talk.broker.users
     if users is not None and (login not in users or users[login] != passcode):
         raise RefusedError(f"User name [{login}] or password is invalid.")
-    version = max(common)
     talk.client_id = frame.headers.get("client-id", "")
     sends, wants = talk.peer.agree_heartbeats(frame.headers.get("heart-beat", "0,0"))
     headers = {
-        "version": version,
+        "version": "1.2",
         "server": talk.profile.server,
         "session": f"scripted-{talk.peer.number}",
+        "heart-beat": f"{sends},{wants}",
     }
-    if version != "1.0":
-        headers["heart-beat"] = f"{sends},{wants}"
     talk.peer.send(Frame("CONNECTED", headers))
-    talk.peer.decoder.version = talk.version = version
+    talk.connected = True
 
 
 def _send(talk: Session, frame: Frame) -> None:
@@ -157,14 +152,13 @@ def _store(talk: Session, message: StoredMessage) -> None:
 
 
 def _subscribe(talk: Session, frame: Frame) -> None:
-    name = frame.headers.get("id", frame.destination if talk.version == "1.0" else "")
+    name = frame.headers.get("id")
     if not name or not frame.destination:
         raise RefusedError("SUBSCRIBE needs an id and a destination")
     if name in talk.subscriptions:
         raise RefusedError(f"There already is a subscription for: {name}")
-    ack = frame.headers.get("ack", "auto")
-    if ack not in {"auto", "client", "client-individual"}:
-        raise RefusedError(f"Unknown ack mode: {ack}")
+    if frame.headers.get("ack") != "client-individual":
+        raise RefusedError("The only supported ack mode is client-individual")
     profile, store = talk.profile, talk.broker.store
     prefetch: int | None = profile.default_prefetch
     if profile.prefetch_header in frame.headers:
@@ -185,7 +179,7 @@ def _subscribe(talk: Session, frame: Frame) -> None:
         queue = store.queue(frame.destination)
     deliver = partial(_deliver, talk)
     subscription = Subscription(
-        name, queue, ack, prefetch, deliver, profile.prefetch_in_bytes
+        name, queue, prefetch, deliver, profile.prefetch_in_bytes
     )
     talk.subscriptions[name] = subscription
     subscription.start()
@@ -200,16 +194,15 @@ def _deliver(
         "subscription": subscription.name,
         "message-id": f"ID:scripted-{message.number}",
         "content-length": str(len(message.body)),
+        "ack": ack_id,
     }
-    if talk.version == "1.2" and subscription.ack != "auto":
-        headers["ack"] = ack_id
     if message.redelivered or talk.profile.always_says_redelivered:
         headers["redelivered"] = str(message.redelivered).lower()
     talk.peer.send(Frame("MESSAGE", headers, message.body))
 
 
 def _unsubscribe(talk: Session, frame: Frame) -> None:
-    name = frame.headers.get("id", frame.destination)
+    name = frame.headers.get("id", "")
     durable = frame.headers.get(talk.profile.durable_header)
     subscription = talk.subscriptions.pop(name, None)
     if subscription is None:
@@ -228,51 +221,22 @@ def _unsubscribe(talk: Session, frame: Frame) -> None:
 
 
 def _acknowledge(talk: Session, frame: Frame) -> None:
-    acknowledged = _find_delivered(talk, frame)
+    ack_id = frame.headers.get("id", "")
+    in_transactions = {one[1] for t in talk.transactions.values() for one in t.settles}
+    unsettled = (s for s in talk.subscriptions.values() if ack_id in s.pending)
+    subscription = next(unsettled, None)
+    if subscription is None or ack_id in in_transactions:
+        talk.broker.violations.append(
+            f"connection {talk.peer.number}: ACK of {ack_id!r}, "
+            "which is not delivered, or settled already"
+        )
+        raise RefusedError(f"Unexpected ACK received for message-id [{ack_id}]")
     if frame.transaction is not None:
         transaction = _transaction(talk, frame)
         if talk.profile.acks_join_transaction:
-            transaction.settles += acknowledged
+            transaction.settles.append((subscription, ack_id))
             return
-    for subscription, ack_id in acknowledged:
-        subscription.settle(ack_id)
-
-
-def _reject(talk: Session, frame: Frame) -> None:
-    if frame.transaction is not None and talk.profile.refuses_nack_in_transaction:
-        raise RefusedError("NACK is not allowed inside a transaction")
-    for subscription, ack_id in _find_delivered(talk, frame):
-        message = subscription.settle(ack_id)
-        requeue = frame.headers.get("requeue") != "false"
-        if talk.profile.nack == "requeue" and requeue:
-            subscription.queue.put_back([message])
-        elif talk.profile.nack == "bury" and message.persistent:
-            name = subscription.queue.name.rpartition("/")[2]
-            target = talk.profile.dead_letter_queue.format(name=name)
-            talk.broker.store.queue(target).put(message)
-
-
-def _find_delivered(talk: Session, frame: Frame) -> list[tuple[Subscription, str]]:
-    """Find the deliveries that an ACK or NACK covers. Each STOMP version identifies a
-    delivery differently."""
-    wanted = frame.headers.get("id" if talk.version == "1.2" else "message-id", "")
-    in_transactions = {one[1] for t in talk.transactions.values() for one in t.settles}
-    for subscription in talk.subscriptions.values():
-        for ack_id, message in subscription.pending.items():
-            known_as = f"ID:scripted-{message.number}"
-            if (
-                wanted == (ack_id if talk.version == "1.2" else known_as)
-                and ack_id not in in_transactions
-            ):
-                covered = subscription.covered(ack_id)
-                if frame.command == "NACK" and talk.profile.nack == "bury":
-                    covered = [ack_id]
-                return [(subscription, one) for one in covered]
-    talk.broker.violations.append(
-        f"connection {talk.peer.number}: {frame.command} of {wanted!r}, "
-        "which is not delivered, or settled already"
-    )
-    raise RefusedError(f"Unexpected {frame.command} received for message-id [{wanted}]")
+    subscription.settle(ack_id)
 
 
 def _transaction(talk: Session, frame: Frame) -> Transaction:
@@ -319,7 +283,6 @@ COMMANDS: dict[str, Callable[[Session, Frame], None]] = {
     "SUBSCRIBE": _subscribe,
     "UNSUBSCRIBE": _unsubscribe,
     "ACK": _acknowledge,
-    "NACK": _reject,
     "BEGIN": _begin,
     "COMMIT": _commit,
     "ABORT": _abort,
@@ -350,7 +313,7 @@ class Conversation(Session):
         transaction = self.transactions.get(frame.transaction or "")
         refused = rule.verb is Verb.REJECT and not rule.at_commit
         replays = self.profile.replays_transactions and not refused
-        in_it = frame.command in {"SEND", "ACK", "NACK"}
+        in_it = frame.command in {"SEND", "ACK"}
         if transaction is not None and replays and in_it:
             transaction.keep(frame, rule)
         elif rule.verb is Verb.PARK:
@@ -370,7 +333,7 @@ class Conversation(Session):
                 names_receipt=rule.names_receipt, closes=rule.closes,
             )  # fmt: skip
             return
-        if self.version is None and frame.command not in {"CONNECT", "STOMP"}:
+        if not self.connected and frame.command not in {"CONNECT", "STOMP"}:
             self.protest(f"{frame.command} before CONNECT")
             return
         try:
@@ -380,7 +343,7 @@ class Conversation(Session):
         except (RefusedError, ValueError) as refused:
             self.refuse(frame, str(refused))
             return
-        if self.version is not None:
+        if self.connected:
             self._receipt(frame, rule)
         replay, self.replay = self.replay, []
         for kept in replay:
@@ -418,7 +381,7 @@ class Conversation(Session):
         if names_receipt is None:
             names_receipt = self.profile.error_names_receipt
         if closes is None:
-            closes = self.version in self.profile.error_closes
+            closes = self.profile.error_closes
         body = detail.encode()
         headers = {"message": message, "content-type": "text/plain"}
         headers["content-length"] = str(len(body))
@@ -428,7 +391,7 @@ class Conversation(Session):
         if transaction is not None and frame.receipt is None:
             transaction.spoilt = self.profile.silent_error_spoils_transaction
         self.peer.send(Frame("ERROR", headers, body))
-        if closes or self.version is None:
+        if closes or not self.connected:
             self.peer.hang_up()
 
     def protest(self, what: str) -> None:

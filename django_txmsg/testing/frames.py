@@ -1,5 +1,4 @@
-"""Encodes and decodes STOMP 1.0, 1.1 and 1.2 frames for the scripted broker, without
-any I/O.
+"""Encodes and decodes STOMP 1.2 frames for the scripted broker, without any I/O.
 
 This codec is only for tests. It is separate from the client's codec, because tests
 cannot find a mistake in a codec that both sides use. The codec is as strict as the
@@ -12,20 +11,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-VERSIONS = ("1.0", "1.1", "1.2")
-
-_ESCAPES: dict[str, dict[str, str]] = {
-    "1.0": {},
-    "1.1": {"\\": "\\\\", "\n": "\\n", ":": "\\c"},
-    "1.2": {"\\": "\\\\", "\r": "\\r", "\n": "\\n", ":": "\\c"},
-}
+_ESCAPES = {"\\": "\\\\", "\r": "\\r", "\n": "\\n", ":": "\\c"}
+_UNESCAPES = {code[1]: raw for raw, code in _ESCAPES.items()}
 #: These frames are exchanged before the version is agreed: never escaped.
 _UNESCAPED = frozenset({"CONNECT", "STOMP", "CONNECTED"})
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
 class FrameError(Exception):
-    """The bytes are not a frame of this STOMP version. No later bytes of the connection
+    """The bytes are not a STOMP 1.2 frame. No later bytes of the connection
     can be read."""
 
 
@@ -64,9 +58,9 @@ class Frame:
         return self.headers.get("transaction")
 
 
-def encode(frame: Frame, version: str = "1.2") -> bytes:
-    """Return a frame as bytes, with headers escaped according to the STOMP version."""
-    escapes = {} if frame.command in _UNESCAPED else _ESCAPES[version]
+def encode(frame: Frame) -> bytes:
+    """Return a frame as bytes, with escaped headers."""
+    escapes = {} if frame.command in _UNESCAPED else _ESCAPES
     lines = [frame.command]
     for name, value in frame.headers.items():
         lines.append(f"{_escape(name, escapes)}:{_escape(value, escapes)}")
@@ -78,12 +72,10 @@ def _escape(text: str, escapes: Mapping[str, str]) -> str:
 
 
 class Decoder:
-    """Turns bytes, in pieces of any size, into frames. Set ``version`` when client and
-    broker have agreed on a STOMP version."""
+    """Turns bytes, in pieces of any size, into frames."""
 
-    def __init__(self, version: str = "1.2") -> None:
+    def __init__(self) -> None:
         """Create a decoder that expects the start of a frame."""
-        self.version = version
         #: End-of-line bytes seen between frames: the client's heart-beats.
         self.heartbeats = 0
         self._buffer = bytearray()
@@ -153,29 +145,27 @@ class Decoder:
             lines = block.decode().split("\n")
         except UnicodeDecodeError as error:
             raise FrameError(f"headers are not UTF-8: {error}") from error
-        if self.version == "1.2":
-            lines = [line.removesuffix("\r") for line in lines]
-        command, *lines = lines
+        command, *lines = (line.removesuffix("\r") for line in lines)
         headers: dict[str, str] = {}
         for line in lines:
             name, colon, value = line.partition(":")
             if not colon:
                 raise FrameError(f"header line without a colon: {line!r}")
             if command not in _UNESCAPED:
-                name, value = self._unescape(name), self._unescape(value)
+                name, value = _unescape(name), _unescape(value)
             headers.setdefault(name, value)
         return command, headers
 
-    def _unescape(self, text: str) -> str:
-        unescapes = {code[1]: raw for raw, code in _ESCAPES[self.version].items()}
-        if not unescapes or "\\" not in text:
-            return text
-        result, characters = [], iter(text)
-        for character in characters:
-            if character == "\\":
-                code = next(characters, "")
-                if code not in unescapes:
-                    raise FrameError(f"unknown escape \\{code} in {text!r}")
-                character = unescapes[code]
-            result.append(character)
-        return "".join(result)
+
+def _unescape(text: str) -> str:
+    if "\\" not in text:
+        return text
+    result, characters = [], iter(text)
+    for character in characters:
+        if character == "\\":
+            code = next(characters, "")
+            if code not in _UNESCAPES:
+                raise FrameError(f"unknown escape \\{code} in {text!r}")
+            character = _UNESCAPES[code]
+        result.append(character)
+    return "".join(result)

@@ -180,7 +180,7 @@ class Peer:
 
     def send(self, frame: Frame) -> None:
         """Queue a frame. The script decides how its bytes are split."""
-        self.write(encode(frame, self.decoder.version))
+        self.write(encode(frame))
 
     def write(self, data: bytes) -> None:
         """Queue raw bytes, which need not be a frame."""

@@ -20,20 +20,14 @@ class Profile:
     server: str = "ActiveMQ/5.17.2"
     #: Whether the ERROR for a refused frame has its receipt id.
     error_names_receipt: bool = True
-    #: STOMP versions in which a refused SEND ends the connection.
-    error_closes: frozenset[str] = frozenset()
+    #: A refused SEND ends the connection.
+    error_closes: bool = False
     #: Frames of a transaction are kept unread until COMMIT, and receipted after it.
     replays_transactions: bool = False
     #: A refused SEND without a receipt makes the COMMIT fail.
     silent_error_spoils_transaction: bool = True
     #: An ACK in a transaction waits for the COMMIT.
     acks_join_transaction: bool = True
-    #: What NACK does: "bury" (dead-letter queue), "requeue" or "discard".
-    nack: str = "bury"
-    #: NACK inside a transaction is refused.
-    refuses_nack_in_transaction: bool = True
-    #: Where "bury" puts a message; ``{name}`` is the queue it came from.
-    dead_letter_queue: str = "/queue/DLQ.{name}"
     #: Topics are marked by this header (``destination-type`` on SEND), not by their
     #: name; a destination without it is a topic: a message without subscribers is
     #: receipted and dropped.
@@ -71,11 +65,9 @@ CLASSIC = Profile()
 ARTEMIS = Profile(
     name="artemis",
     server="ActiveMQ-Artemis/2.31.2 ActiveMQ Artemis Messaging Engine",
-    error_closes=frozenset({"1.2"}),
+    error_closes=True,
     silent_error_spoils_transaction=False,
     acks_join_transaction=False,
-    nack="discard",
-    refuses_nack_in_transaction=False,
     routes_by_header=True,
     prefetch_header="consumer-window-size",
     prefetch_in_bytes=True,
@@ -89,10 +81,8 @@ RABBITMQ = Profile(
     name="rabbitmq",
     server="RabbitMQ/3.10.8",
     error_names_receipt=False,
-    error_closes=frozenset({"1.0", "1.1", "1.2"}),
+    error_closes=True,
     replays_transactions=True,
-    nack="requeue",
-    refuses_nack_in_transaction=False,
     prefetch_header="prefetch-count",
     default_prefetch=None,
     unlimited_prefetch=0,

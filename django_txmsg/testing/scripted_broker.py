@@ -22,7 +22,7 @@ from typing import Any
 
 from .broker_state import BrokerState, Split, StoredMessage
 from .conversation import Conversation
-from .frames import VERSIONS, Frame
+from .frames import Frame
 from .loop import READ, Loop
 from .peer import Peer
 from .profiles import CLASSIC, PROFILES, Profile
@@ -80,7 +80,6 @@ class ScriptedBroker(BrokerState):
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        versions: Sequence[str] = VERSIONS,
         users: Mapping[str, str] | None = None,
         heart_beat: tuple[int, int] | None = None,
         tls: ssl.SSLContext | None = None,
@@ -97,7 +96,6 @@ class ScriptedBroker(BrokerState):
         """
         super().__init__(
             PROFILES[profile] if isinstance(profile, str) else profile,
-            versions=versions,
             users=users,
             heart_beat=heart_beat,
             tls=tls,

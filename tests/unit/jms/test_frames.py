@@ -84,7 +84,7 @@ def test_another_implementation_reads_what_is_encoded(
 ) -> None:
     headers = {**headers, "content-length": str(len(body))}
 
-    (frame,) = peer_frames.Decoder("1.2").feed(encode("SEND", headers, body))
+    (frame,) = peer_frames.Decoder().feed(encode("SEND", headers, body))
 
     assert (dict(frame.headers), frame.body) == (headers, body)
 

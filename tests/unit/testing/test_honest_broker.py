@@ -13,7 +13,12 @@ from django_txmsg.testing import ARTEMIS, CLASSIC, RABBITMQ, Profile, ScriptedBr
 from tests.raw_client import RawClient
 
 QUEUE = {"destination": "/queue/a", "destination-type": "ANYCAST"}
-SUBSCRIBE = {"destination": "/queue/a", "subscription-type": "ANYCAST", "id": "s"}
+SUBSCRIBE = {
+    "destination": "/queue/a",
+    "subscription-type": "ANYCAST",
+    "id": "s",
+    "ack": "client-individual",
+}
 Open = Callable[..., RawClient]
 
 
@@ -49,7 +54,7 @@ ANY = each("classic artemis rabbitmq")
 def test_a_message_goes_through(broker: ScriptedBroker, client: Open) -> None:
     c = client(broker)
     assert c.connected["server"] == broker.profile.server
-    c.send("SUBSCRIBE", SUBSCRIBE, ack="client-individual")
+    c.send("SUBSCRIBE", SUBSCRIBE)
     headers = {"odd: name": "a:b\nc\\d\rä", "content-length": "3"}
     c.send("SEND", {**QUEUE, **headers}, b"\0\n\0", receipt="1")
     frames = {frame.command: frame for frame in (c.next(), c.next()) if frame}
@@ -65,32 +70,11 @@ def test_a_message_goes_through(broker: ScriptedBroker, client: Open) -> None:
     assert broker.violations == []
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1", "1.2"])
-def test_it_speaks_every_version(
-    broker: ScriptedBroker, client: Open, version: str
-) -> None:
-    c = client(broker, version=version)
-    assert c.connected["version"] == version
-    c.send("SUBSCRIBE", SUBSCRIBE, ack="client-individual")
-    broker.put("/queue/a", "x")
-    message = c.expect("MESSAGE")
-    c.send("ACK", {"subscription": "s", "receipt": "r"} | {
-        "id" if version == "1.2" else "message-id":
-        message["ack" if version == "1.2" else "message-id"]
-    })  # fmt: skip
-    c.expect_receipt("r")
-    assert broker.violations == []
-
-
-def test_the_highest_common_version_is_agreed(client: Open) -> None:
-    with ScriptedBroker(versions=("1.0", "1.1")) as broker:
-        with RawClient(broker.address, connect=False) as c:
-            c.send("CONNECT", {"accept-version": "1.0,1.1,1.2"})
-            assert c.expect("CONNECTED")["version"] == "1.1"
-        with RawClient(broker.address, connect=False) as c:
-            c.send("CONNECT", {"accept-version": "1.2"})
-            c.expect("ERROR")
-            c.expect_end()
+def test_a_client_without_stomp_1_2_is_refused(broker: ScriptedBroker) -> None:
+    with RawClient(broker.address, connect=False) as c:
+        c.send("CONNECT", {"accept-version": "1.0,1.1"})
+        c.expect("ERROR")
+        c.expect_end()
 
 
 def test_a_wrong_password_is_refused() -> None:
@@ -116,7 +100,7 @@ def test_unacknowledged_message_is_redelivered_after_a_cut(
     broker: ScriptedBroker, client: Open
 ) -> None:
     first = client(broker)
-    first.send("SUBSCRIBE", SUBSCRIBE, ack="client-individual")
+    first.send("SUBSCRIBE", SUBSCRIBE)
     for body in ("one", "two", "three"):
         broker.put("/queue/a", body, {"destination-type": "ANYCAST"})
     messages = [first.expect("MESSAGE") for _ in range(3)]
@@ -126,29 +110,11 @@ def test_unacknowledged_message_is_redelivered_after_a_cut(
     first.sock.close()
     broker.wait_for_connections(0)
     second = client(broker)
-    second.send("SUBSCRIBE", SUBSCRIBE, ack="client-individual")
+    second.send("SUBSCRIBE", SUBSCRIBE)
     again = [second.expect("MESSAGE") for _ in range(2)]
     assert [m.text for m in again] == ["one", "three"]
     assert {m["redelivered"] for m in again} == {"true"}
     assert second.next(0.05) is None
-
-
-@pytest.mark.parametrize(
-    ("mode", "left"), [("client", ["three"]), ("client-individual", ["one", "three"])]
-)
-def test_an_acknowledgement_covers_what_its_mode_says(
-    broker: ScriptedBroker, client: Open, mode: str, left: list[str]
-) -> None:
-    c = client(broker)
-    c.send("SUBSCRIBE", SUBSCRIBE, ack=mode)
-    for body in ("one", "two", "three"):
-        broker.put("/queue/a", body)
-    messages = [c.expect("MESSAGE") for _ in range(3)]
-    c.send("ACK", id=messages[1]["ack"], receipt="r")
-    c.expect_receipt("r")
-    c.send("DISCONNECT", receipt="d")
-    c.expect_receipt("d")
-    broker.wait_until(lambda: [m.text for m in broker.stored("/queue/a")] == left)
 
 
 @each("classic rabbitmq")
@@ -157,7 +123,7 @@ def test_prefetch_bounds_what_is_delivered(
 ) -> None:
     c = client(broker)
     bound = {broker.profile.prefetch_header: "2"}
-    c.send("SUBSCRIBE", {**SUBSCRIBE, **bound}, ack="client-individual")
+    c.send("SUBSCRIBE", {**SUBSCRIBE, **bound})
     for number in range(4):
         broker.put("/queue/a", str(number))
     first = c.expect("MESSAGE")
@@ -172,7 +138,7 @@ def test_prefetch_bounds_what_is_delivered(
 def test_artemis_bounds_bytes(broker: ScriptedBroker, client: Open) -> None:
     c = client(broker)
     bound = {"consumer-window-size": "15"}
-    c.send("SUBSCRIBE", {**SUBSCRIBE, **bound}, ack="client-individual")
+    c.send("SUBSCRIBE", {**SUBSCRIBE, **bound})
     for _ in range(3):
         broker.put("/queue/a", b"x" * 10, {"destination-type": "ANYCAST"})
     c.expect("MESSAGE")
@@ -194,7 +160,7 @@ def test_a_topic_reaches_every_subscription_and_waits_for_durable_ones(
     broker: ScriptedBroker, client: Open
 ) -> None:
     durable = {"activemq.subscriptionName": "audit"}
-    topic = {"destination": "/topic/t", "id": "1"}
+    topic = {"destination": "/topic/t", "id": "1", "ack": "client-individual"}
     first = client(broker, client_id="me")
     first.send("SUBSCRIBE", {**topic, **durable}, receipt="r")
     first.expect_receipt("r")
@@ -202,7 +168,10 @@ def test_a_topic_reaches_every_subscription_and_waits_for_durable_ones(
     passing.send("SUBSCRIBE", topic, receipt="r")
     passing.expect_receipt("r")
     broker.put("/topic/t", "both")
-    assert first.expect("MESSAGE").text == passing.expect("MESSAGE").text == "both"
+    both = first.expect("MESSAGE")
+    assert both.text == passing.expect("MESSAGE").text == "both"
+    first.send("ACK", id=both["ack"], receipt="a")
+    first.expect_receipt("a")
     first.sock.close()
     passing.sock.close()
     broker.wait_for_connections(0)
@@ -260,7 +229,7 @@ def test_an_aborted_acknowledgement_can_be_given_again(
     broker: ScriptedBroker, client: Open
 ) -> None:
     c = client(broker)
-    c.send("SUBSCRIBE", SUBSCRIBE, ack="client-individual")
+    c.send("SUBSCRIBE", SUBSCRIBE)
     broker.put("/queue/a", "x", {"destination-type": "ANYCAST"})
     message = c.expect("MESSAGE")
     c.send("BEGIN", transaction="t")
@@ -286,39 +255,6 @@ def test_a_transaction_ends_with_its_connection(
     c.sock.close()
     broker.wait_for_connections(0)
     assert broker.stored("/queue/a") == []
-
-
-@pytest.mark.parametrize(
-    ("broker", "left", "dead"),
-    [(CLASSIC, [], ["x"]), (ARTEMIS, [], []), (RABBITMQ, ["x"], [])],
-    indirect=["broker"],
-    ids=["classic", "artemis", "rabbitmq"],
-)
-def test_nack_ends_as_on_each_broker(
-    broker: ScriptedBroker, client: Open, left: list[str], dead: list[str]
-) -> None:
-    c = client(broker)
-    c.send("SUBSCRIBE", SUBSCRIBE, ack="client-individual")
-    broker.put("/queue/a", "x", {"destination-type": "ANYCAST"})
-    c.send("NACK", id=c.expect("MESSAGE")["ack"])
-    if left:
-        assert c.expect("MESSAGE")["redelivered"] == "true"
-    c.send("DISCONNECT", receipt="d")
-    c.expect_receipt("d")
-    broker.wait_until(lambda: [m.text for m in broker.stored("/queue/a")] == left)
-    assert [m.text for m in broker.stored("/queue/DLQ.a")] == dead
-
-
-def test_classic_refuses_nack_in_a_transaction(
-    broker: ScriptedBroker, client: Open
-) -> None:
-    c = client(broker)
-    c.send("SUBSCRIBE", SUBSCRIBE, ack="client-individual")
-    broker.put("/queue/a", "x")
-    message = c.expect("MESSAGE")
-    c.send("BEGIN", transaction="t")
-    c.send("NACK", id=message["ack"], transaction="t", receipt="n")
-    assert c.expect("ERROR")["receipt-id"] == "n"
 
 
 def test_a_delayed_message_comes_later_and_an_expired_one_never(
@@ -356,10 +292,12 @@ def test_a_restart_keeps_persistent_messages_only(
     [
         ("SEND", {}),
         ("SUBSCRIBE", {"destination": "/queue/a"}),
+        ("SUBSCRIBE", {**SUBSCRIBE, "ack": "client"}),
         ("ACK", {"id": "nobody's"}),
         ("COMMIT", {"transaction": "none"}),
         ("SEND", {"destination": "/queue/a", "transaction": "none"}),
         ("UNSUBSCRIBE", {"id": "none"}),
+        ("NACK", {"id": "nobody's"}),
         ("DANCE", {}),
     ],
 )

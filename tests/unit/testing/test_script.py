@@ -417,7 +417,8 @@ def test_it_speaks_tls(tmp_path: Path) -> None:
         with RawClient(broker.address, tls=trust) as client:
             client.send("SEND", {"destination": QUEUE}, b"x" * 1_000_000, receipt="1")
             client.expect_receipt("1")
-            client.send("SUBSCRIBE", id="s", destination=QUEUE)
+            subscribe = {"id": "s", "destination": QUEUE, "ack": "client-individual"}
+            client.send("SUBSCRIBE", subscribe)
             assert len(client.expect("MESSAGE").body) == 1_000_000
             broker.cut()
             client.sock.settimeout(5)
