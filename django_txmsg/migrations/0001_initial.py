@@ -1022,7 +1022,7 @@ class Migration(migrations.Migration):
                         condition=models.Q(
                             ("dead_at__isnull", True), ("dispatched_at__isnull", True)
                         ),
-                        fields=["due_at", "id"],
+                        fields=["broker", "due_at", "id"],
                         name="txmsg_outbox_due",
                     ),
                     models.Index(

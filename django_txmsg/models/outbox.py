@@ -272,10 +272,12 @@ class OutboxMessage(models.Model):
             ),
         ]
         indexes = [
-            # The claim scans this index: only pending rows, in the order of their due
-            # times.
+            # The claim scans this index: only pending rows of its broker, in the order
+            # of their due times.
             models.Index(
-                fields=["due_at", "id"], condition=PENDING, name="txmsg_outbox_due"
+                fields=["broker", "due_at", "id"],
+                condition=PENDING,
+                name="txmsg_outbox_due",
             ),
             # Pending messages are counted by place.
             models.Index(

@@ -24,6 +24,8 @@ from django_txmsg.models import (
     QueueMessage,
 )
 from django_txmsg.monitoring import retention, waiting
+from django_txmsg.relaying.listener import seconds_until_due
+from django_txmsg.runtime import notifications
 from django_txmsg.sending.outbox import send_messages
 from tests.faults import ROOT
 from tests.running import committing
@@ -169,6 +171,21 @@ def test_delayed_messages_are_not_read_before_their_time() -> None:
         due_at="now() + interval '30 days'",
     )
     assert read_for(nothing_due) < 100
+
+
+def test_the_backlog_of_another_broker_is_not_read() -> None:
+    OutboxMessage.objects.update(dispatched_at=Now())
+    copies(
+        OutboxMessage,
+        message_id="gen_random_uuid()",
+        key="''",
+        dispatched_at="NULL",
+        broker="'down'",
+    )
+    assert read_for(nothing_due) < 100
+    topic = notifications.outbox("default")
+    assert not seconds_until_due("default", [topic], ["tests"])
+    assert read_for(lambda: seconds_until_due("default", [topic], ["tests"])) < 100
 
 
 def park_for_later() -> None:
