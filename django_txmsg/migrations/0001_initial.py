@@ -754,7 +754,7 @@ class Migration(migrations.Migration):
                     "revoked_at",
                     models.DateTimeField(
                         blank=True,
-                        help_text="When the flow that asked for it revoked it; it is dead then.",
+                        help_text="When the flow that asked for it revoked it; it is never processed.",
                         null=True,
                     ),
                 ),

@@ -20,9 +20,9 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from .. import rules
+from .. import rules, wire
 from ..django_internals import raw
-from ..rules.inbox import OPEN
+from ..rules.inbox import BLOCKED, OPEN
 from .claiming import bounds, claim_sql
 from .fields import (
     SqlManager,
@@ -59,6 +59,9 @@ RECORD_COLUMNS = (
 )
 #: The error of a revoked message, which counts as dead.
 REVOKED = "revoked: no flow waits for it any more"
+#: Merged into the headers of a request that is revoked before its turn. Long past, so
+#: that no clock that is set back lets the request run.
+_EXPIRED = {wire.EXPIRES: "1970-01-01T00:00:00+00:00"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,10 +499,23 @@ class InboxManager(SqlManager):
         sent. If a worker is processing the message, this call waits until the worker
         has finished.
 
+        A message that waits for its predecessor stays in the order of its key: its
+        followers must not overtake the predecessor. At its turn it expires.
+
         If the message has already been processed, change nothing and return False.
         """
         connection = connections[self.db]
         now = now_sql(connection)
+        pg = connection.vendor == "postgresql"
+        merged = "headers || %s::jsonb" if pg else "json_patch(headers, %s)"
+        the_id = prepared(self.model, "message_id", message_id, connection)
+        if self._changed(
+            f"UPDATE {self._table} SET revoked_at = {now}, last_error = %s,"  # noqa: S608 - constants only
+            f" headers = {merged}, lease_until = NULL, lease_token = NULL"
+            f" WHERE message_id = %s AND stage = %s AND {(BLOCKED & OPEN).sql()}",
+            [REVOKED, json.dumps(_EXPIRED), the_id, stage],
+        ):
+            return True
         # A processed one keeps its values.
         done = "CASE WHEN i.processed_at IS NULL THEN {} ELSE {} END"
         (processed,) = self._row(
@@ -516,13 +532,10 @@ class InboxManager(SqlManager):
                 {_EMPTIED}
             RETURNING processed_at
             """,  # noqa: S608 - constants only
-            [
-                stage,
-                prepared(self.model, "message_id", message_id, connection),
-                destination,
-                REVOKED,
-            ],
+            [stage, the_id, destination, REVOKED],
         )
+        if processed is None:
+            self.model.order.db_manager(self.db).wake(stage, [message_id])
         return processed is None
 
     def mark_dead(
@@ -615,7 +628,7 @@ class InboxMessage(models.Model):
     revoked_at = models.DateTimeField(
         null=True,
         blank=True,
-        help_text="When the flow that asked for it revoked it; it is dead then.",
+        help_text="When the flow that asked for it revoked it; it is never processed.",
     )
     due_at = models.DateTimeField(
         null=True, blank=True, help_text="Parked until then; empty: not parked."

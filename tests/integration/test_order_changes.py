@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 from django.db.models.functions import Now
+from django.utils import timezone
 
+from django_txmsg import RedeliveryPolicy, wire
 from django_txmsg.consuming import ordering
 from django_txmsg.consuming.consumer import Consumer, wake_for_parked
 from django_txmsg.dead_letters import bulk, burial, resolution
@@ -40,6 +42,7 @@ from django_txmsg.models import (
 from django_txmsg.models.bulk_operation import BulkKind
 from django_txmsg.models.inbox_order import Turn
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.sending import undoing
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import CallNext, Handler, Order, Stage
 from tests.app.models import Effect
@@ -449,6 +452,66 @@ def test_copy_of_a_message_that_the_broker_gave_up_keeps_its_place(reason: str) 
     assert copy == letter.message_id
     letter.refresh_from_db()
     assert (letter.resolution, letter.replaced_by) == ("redelivered", None)
+
+
+def failing_once(*bodies: object) -> Handler:
+    def handler(message: Message) -> None:
+        if message.body in bodies and message.delivery_attempt == 1:
+            raise ValueError(message.body)
+        effect(message)
+
+    return handler
+
+
+def revoke(stage: Stage, message_id: uuid.UUID) -> None:
+    """Revoke a request, as its undo does."""
+    undone = wire.Undone(message_id, timezone.now(), answered=False)
+    with transaction.atomic():
+        assert not undoing.was_done(undone, stage.name, stage.destination, "default")
+
+
+LATER = RedeliveryPolicy(initial_delay=3600.0, max_delay=7200.0)
+REQUEST = {wire.TICKET: "ticket", wire.REPLY_TO: "tests.steps"}
+
+
+@pytest.mark.parametrize("ordered", ["block", "skip"])
+@pytest.mark.parametrize("late", [False, True])
+def test_followers_of_a_revoked_request_do_not_overtake_its_predecessor(
+    ordered: Order, late: bool
+) -> None:
+    with declared(failing_once(0), ordered=ordered, redelivery=LATER) as stage:
+        sent = send_chain(stage.destination, [0, 1, 2])
+        zero, (body, headers), two = taken(stage.destination)
+        deliver(stage.destination, zero, (body, headers | REQUEST))
+        step(stage, times=2)
+        if late:
+            revoke(stage, sent[1].id)
+        deliver(stage.destination, two)
+        step(stage)
+        if not late:
+            revoke(stage, sent[1].id)
+        assert effects() == []
+        InboxMessage.objects.filter(message_id=sent[0].id).update(due_at=Now())
+        settle(stage, 2)
+        rows = InboxMessage.objects.filter(message_id=sent[1].id)
+        wait_until(rows.exclude(dead_at=None).exclude(revoked_at=None).exists)
+    assert effects() == ["0", "2"]
+    assert not DeadLetter.objects.exists()
+
+
+def test_follower_runs_when_a_request_is_revoked_between_two_attempts() -> None:
+    with declared(failing_once(1), ordered="block", redelivery=LATER) as stage:
+        sent = send_chain(stage.destination, [0, 1, 2])
+        zero, (body, headers), two = taken(stage.destination)
+        deliver(stage.destination, (body, headers | REQUEST), two)
+        step(stage, times=2)
+        deliver(stage.destination, zero)
+        failed = InboxMessage.objects.filter(message_id=sent[1].id, waits_for=None)
+        with running(stage):
+            wait_until(failed.filter(attempts=1, lease_token=None).exists, deadline=60)
+        revoke(stage, sent[1].id)
+        settle(stage, 2)
+    assert effects() == ["0", "2"]
 
 
 def finish(kind: BulkKind, letter: DeadLetter) -> None:
