@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.db import router
 from django.db.models import QuerySet
 from django.db.models.functions import Length, Now
@@ -18,6 +18,7 @@ from django.utils.safestring import SafeString
 from ..models import Alert, IdempotencyKey, Worker
 from ..models.monitoring import Deed
 from ..monitoring import presence, status
+from ..monitoring.alerting import said_unwatched
 from . import display
 from .audit import audit, audited
 from .base import ReadOnlyAdmin, insist
@@ -39,6 +40,15 @@ class AlertAdmin(ReadOnlyAdmin):
     began = display.column("began", display.ago, "since")
 
     ended = display.column("ended", display.ago, "ended_at")
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show the list. If no relay watches the open alerts, say so."""
+        unwatched = said_unwatched(router.db_for_read(Alert))
+        if unwatched and self.has_view_permission(request):
+            messages.warning(request, unwatched)
+        return super().changelist_view(request, extra_context)
 
 
 @admin.register(Worker)

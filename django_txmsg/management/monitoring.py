@@ -13,6 +13,7 @@ from .. import conf
 from ..models import Alert, AuditEntry
 from ..models.monitoring import Deed
 from ..monitoring import process_states
+from ..monitoring.alerting import said_unwatched
 from ..monitoring.process_states import WITHIN
 from .terminal import chosen_database, local, not_blank, printable, values
 
@@ -61,6 +62,8 @@ class Alerts(BaseCommand):
             )
         if not found:
             self.stdout.write("There is no such alert.")
+        if unwatched := said_unwatched(using):
+            self.stderr.write(unwatched)
 
 
 # `manage.py txmsg audit`: who did what, newest first.

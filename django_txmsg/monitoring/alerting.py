@@ -72,6 +72,20 @@ def _dead(picture: Status) -> dict[str, tuple[str, str]]:
     return found
 
 
+def said_unwatched(using: str) -> str:
+    """Return a text for operators if the settings disable alerts while alerts of this
+    service are open. Otherwise return ""."""
+    opened = Alert.objects.using(using).filter(
+        service__in=conf.get().services, ended_at=None
+    )
+    if conf.get().ALERTS.KINDS or not opened.exists():
+        return ""
+    return (
+        'TXMSG["ALERTS"]["KINDS"] is empty, so relays no longer watch the alerts that '
+        "are firing, and do not end them."
+    )
+
+
 class Alerting(TimeLoop):
     """Begins, ends and delivers the alerts of this service, until stopped."""
 

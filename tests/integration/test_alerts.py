@@ -392,8 +392,29 @@ def test_alerts_have_a_page_and_a_command(
     call_command("txmsg", "alerts", "list", "--firing", "--json")
     (row,) = json.loads(capsys.readouterr().out)["alerts"]
     assert (row["kind"], row["status"]) == ("dead", "firing")
-    call_command("txmsg", "alerts", "list")
-    assert "firing    " in capsys.readouterr().out
+    with alerts("paused"):
+        call_command("txmsg", "alerts", "list")
+        output = capsys.readouterr()
+        again = admin_client.get("/admin/django_txmsg/alert/").content.decode()
+    assert "firing    " in output.out
+    assert "KINDS" not in output.err + page + again
+
+
+@pytest.mark.django_db
+def test_alerts_that_no_relay_watches_any_more_are_reported(
+    admin_client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with alerts("dead"):
+        factories.DeadLetterFactory()
+        Alerting(["default"]).tick()
+    with alerts():
+        call_command("txmsg", "alerts", "list")
+        assert "do not end them" in capsys.readouterr().err
+        page = admin_client.get("/admin/django_txmsg/alert/").content.decode()
+        assert "do not end them" in page
+        Alert.objects.update(service="another")
+        call_command("txmsg", "alerts", "list")
+        assert not capsys.readouterr().err
 
 
 @committing
