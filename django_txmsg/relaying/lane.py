@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
+from django.db import Error as AnyDatabaseError
 from django.db import transaction
 
 from .. import conf, signals, tracing, wire
@@ -274,13 +275,24 @@ class Lane:
                     self._turn,
                 )
                 if self._links:
-                    claimed = link(
-                        claimed, token, using=self.using, broker=self.broker_alias
-                    )
+                    claimed = self._linked(claimed, token, settlement)
                 self._work(claimed, settlement)
         finally:
             self.in_flight = 0
         return len(held)
+
+    def _linked(
+        self, claimed: list[Claimed], token: uuid.UUID, settlement: Settlement
+    ) -> list[Claimed]:
+        """Link the messages, and return them. If the database refuses that, release the
+        messages of the keys in question, send the others, and raise the error."""
+        try:
+            return link(claimed, token, using=self.using, broker=self.broker_alias)
+        except AnyDatabaseError:
+            keys = {row.key for row in claimed if row.unlinked}
+            settlement.give_back([row for row in claimed if row.key in keys])
+            self._work([row for row in claimed if row.key not in keys], settlement)
+            raise
 
     def held_back(self, ids: list[int]) -> list[int]:
         """Return the ids of the due rows among `ids` that have a key, together with the

@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
 from django.db.models.functions import Now
 
 from django_txmsg import cancel_message
@@ -103,6 +103,30 @@ def test_a_locked_message_holds_back_only_its_key() -> None:
         thread.join()
     ship()
     assert queued() == [4, 5, 7, 6, 1, 2, 3]
+
+
+@pytest.mark.postgresql
+def test_messages_that_cannot_be_linked_are_released_and_others_leave() -> None:
+    store(["a"])
+    ship()
+    store(["a", None, None])
+    tails: Any = connection.copy()
+    tails.set_autocommit(False)
+    try:
+        with tails.cursor() as cursor:
+            cursor.execute("SELECT 1 FROM django_txmsg_keytail FOR UPDATE")
+            assert cursor.rowcount == 1
+        with connection.cursor() as cursor:
+            cursor.execute("SET lock_timeout = '50ms'")
+        with pytest.raises(OperationalError, match="lock timeout"):
+            ship()
+        assert not OutboxMessage.objects.filter(lease_token__isnull=False).exists()
+        assert queued() == [0, 1, 2]
+    finally:
+        tails.close()
+        connection.close()  # and so its lock_timeout ends
+    ship()
+    assert queued() == [0, 1, 2, 0]
 
 
 def test_a_leased_message_holds_back_its_key() -> None:
