@@ -10,13 +10,15 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 from django.db import connection, transaction
 
-from django_txmsg.models import Worker
+from django_txmsg.management.commands._workers import HttpServer
+from django_txmsg.models import OutboxMessage, Worker
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.app.models import Effect
 from tests.faults import ROOT, ManageProcess, wait_until
@@ -445,3 +447,20 @@ def test_run_refuses_a_wrong_address_before_it_says_that_it_runs(
     assert process.wait() == 1
     assert "must be HOST:PORT" in process.output
     assert "Running" not in process.output
+
+
+@pytest.mark.postgresql
+def test_a_locked_table_keeps_one_scrape_and_its_connection() -> None:
+    """Prometheus gives up, and asks again."""
+    server = HttpServer("127.0.0.1:0", lambda within: "", lambda: True)
+    table = OutboxMessage._meta.db_table
+    with server.answering() as where, ThreadPoolExecutor(1) as pool:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+            first = pool.submit(ask, f"{where}/metrics")
+            wait_until(server.querying.locked)
+            status, text = ask(f"{where}/metrics")
+            assert (status, "txmsg_outbox_waiting" in text) == (200, False)
+            assert not first.done()
+        assert first.result(60)[0] == 200
+        assert "txmsg_workers" in ask(f"{where}/metrics")[1]

@@ -53,6 +53,8 @@ class HttpServer(ThreadingHTTPServer):
         folder: str | None = None,
     ) -> None:
         self.alive, self.ready, self.folder = alive, ready, folder
+        #: Held by the one request that queries the database.
+        self.querying = threading.Lock()
         host, port = address_of(address)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -119,12 +121,16 @@ class Handler(BaseHTTPRequestHandler):
         except ConfigurationError as error:
             self._answer(501, str(error))
             return
-        try:
-            # A worker's own counts are useful while the database is away.
-            with contextlib.suppress(DatabaseError, InterfaceError):
-                text += of_database()
-        finally:
-            connections.close_all()
+        # A worker's own counts are useful while the database is away. If an earlier
+        # request still waits for the database, a further one would only take one more
+        # connection.
+        if self.server.querying.acquire(blocking=False):
+            try:
+                with contextlib.suppress(DatabaseError, InterfaceError):
+                    text += of_database()
+            finally:
+                connections.close_all()
+                self.server.querying.release()
         self._answer(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
     def _answer(
