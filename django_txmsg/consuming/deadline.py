@@ -219,8 +219,13 @@ class Watch:
         with self._changed:
             running = self._running
             if not running:
-                start_daemon("txmsg-deadlines", self._run)
-                self._running = True
+                try:
+                    start_daemon("txmsg-deadlines", self._run)
+                except RuntimeError as error:
+                    # An attempt that ends after its time-out still fails.
+                    log.warning("no query is cancelled at its time-out: %s", error)
+                else:
+                    self._running = True
             self._deadlines.add(limit)
             if running and limit.due < self._wakes:
                 self._changed.notify()

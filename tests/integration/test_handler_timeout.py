@@ -315,6 +315,35 @@ def test_timeout_must_be_a_number_of_seconds() -> None:
             stage("tests.never", timeout=seconds)
 
 
+def test_a_time_out_holds_where_no_thread_can_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No query is cancelled then, but an attempt that ends late still fails."""
+    start, refused = threading.Thread.start, threading.Event()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "txmsg-deadlines":
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def handler(message: Message) -> None:
+        effect(message)
+        if message.body == "late":
+            late()
+
+    deadline._watch.clear()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with txmsg(), declared(handler, timeout=ENOUGH) as limited:
+        put(limited.destination, b'"quick"')
+        put(limited.destination, b'"late"')
+        step(limited, times=2)
+
+    assert refused.is_set()
+    assert done() == ["quick"]
+    assert [one[: len(TIMED_OUT)] for one in attempts()] == [TIMED_OUT]
+
+
 def test_watch_thread_ends_without_deadlines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
