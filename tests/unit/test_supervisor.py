@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from django_txmsg.management.commands import _supervisor
 from django_txmsg.management.commands._supervisor import Supervisor
 
 
@@ -23,3 +29,36 @@ def test_a_child_that_cannot_be_started_is_tried_again_later(
     slot.failures, slot.start_at = 5_000, 0.0
     supervisor._look(slot)
     assert "next try in 30 s" in caplog.text
+
+
+def test_a_sigint_while_a_child_starts_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    came: list[int] = []
+    popen = subprocess.Popen
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE)
+
+    def handle(number: int, _: socket.socket) -> None:
+        came.append(number)
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    reading, writing = os.pipe()
+    try:
+        with _supervisor.signals_read([signal.SIGINT], handle):
+            child = _supervisor.start(reading)
+        assert came == [signal.SIGINT]
+        # A terminal's Ctrl-C does not reach the child.
+        assert child.communicate()[0].split() == [b"True"]
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+#: Prints whether SIGINT is blocked in a process.
+BLOCKED = """
+import signal
+print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""

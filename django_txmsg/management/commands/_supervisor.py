@@ -56,8 +56,8 @@ def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[by
     """
     # A terminal's Ctrl-C reaches both, and the child must get it only once, from its
     # parent. A process group of its own would keep a debugger from the keyboard. A
-    # signal ignored here stays ignored in the child.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # signal blocked here stays blocked in the child. This process gets it afterwards.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(  # noqa: S603 - what we were started with
             [sys.executable, *sys.orig_argv[1:]],
@@ -65,7 +65,7 @@ def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[by
             pass_fds=(pipe,),
         )
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_with_parent(stop: Callable[[], None]) -> None:
