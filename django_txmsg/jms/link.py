@@ -118,12 +118,12 @@ class Link:
         )
         try:
             self._log_in()
+            self.writer.start(self._send_every)
         except BaseException:
             self.closed = True
             self.transport.disconnect_socket()
             self.transport.join(1.0)
             raise
-        self.writer.start(self._send_every)
 
     @property
     def description(self) -> str:

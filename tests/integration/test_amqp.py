@@ -19,7 +19,7 @@ from django_txmsg import wire
 from django_txmsg.brokers import make_broker
 from django_txmsg.brokers.amqp import frames
 from django_txmsg.brokers.amqp.link import CONSUMING
-from django_txmsg.brokers.amqp.session import AmqpSession
+from django_txmsg.brokers.amqp.session import AmqpSession, _heart
 from django_txmsg.brokers.base import Delivery, Outgoing, Session
 from django_txmsg.errors import (
     BrokerError,
@@ -465,6 +465,26 @@ def test_heart_beats_flow_while_the_session_s_thread_is_busy(
     other = opened(rabbitmq_amqp.url())
     other.subscribe(destination, prefetch=1)
     assert other.receive(0.3) is None
+
+
+def test_a_connection_without_a_thread_for_its_heartbeats_is_closed(
+    rabbitmq_amqp: ByAmqp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "txmsg-amqp-heart":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    _heart.clear()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Proxy(rabbitmq_amqp.port) as proxy:
+        broker = make_broker("default", rabbitmq_amqp.url(port=proxy.port))
+        with pytest.raises(BrokerUnavailable, match="no heartbeats"):
+            broker.open()
+        assert proxy.accepted == 1
+        wait_until(lambda: not proxy.connections)
 
 
 def test_a_broker_that_stops_reading_is_not_waited_for_for_ever(

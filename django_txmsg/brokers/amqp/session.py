@@ -263,7 +263,11 @@ class AmqpSession(Session):
         self._prefetch = 1
         self._enlisted: list[Outgoing] = []
         if link.heartbeat:
-            _heart().keep(link)
+            try:
+                _heart().keep(link)
+            except RuntimeError as error:  # no thread can be started
+                link.close()
+                raise BrokerUnavailable(f"no heartbeats can be sent: {error}") from None
 
     # -- sending -------------------------------------------------------------------
 

@@ -247,3 +247,20 @@ def test_reconnecting_replays_nothing(broker: ScriptedBroker, connect: Connect) 
     assert len(broker.received("SEND")) == 1
     with pytest.raises(jms.ConnectionLostError):
         session.create_producer(DESTINATION)
+
+
+def test_a_connection_whose_writer_cannot_start_is_closed(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("jms-writer"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        jms.ConnectionFactory(broker.url).create_connection()
+
+    broker.wait_for_connections(0)
