@@ -1,12 +1,12 @@
-"""A consumer's thread that executes operators' bulk operations, including those that
-send runs of flows back to a step. The thread also aggregates the counts for the admin's
+"""A consumer's loop that executes operators' bulk operations, including those that send
+runs of flows back to a step. The loop also aggregates the counts for the admin's
 charts."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from django.db import transaction
@@ -24,9 +24,9 @@ from ..models.monitoring import PERIOD
 from ..models.run import WaitsFor
 from ..monitoring import periods
 from ..rules import flows
-from ..runtime import database_health, liveness, notifications
-from ..runtime.connections import recycle
+from ..runtime import notifications
 from ..runtime.liveness import RARELY, Activity
+from ..scheduling.time_loop import TimeLoop
 
 
 def matching(filters: Mapping[str, Any], using: str) -> QuerySet[Run]:
@@ -68,56 +68,33 @@ def _do(
 bulk.provide(BulkKind.GO_BACK, matching, _do)
 
 
-class BulkThread:
-    """Executes bulk operations in every database that holds messages. The thread's work
-    is `run()`."""
+class Bulk(TimeLoop):
+    """Executes bulk operations, and counts finished periods for the charts."""
+
+    refused = "bulk operations wait"
+    survives = Exception
 
     def __init__(
-        self, databases: Collection[str], stop: threading.Event, activity: Activity
+        self, using: Sequence[str], stop: threading.Event, activity: Activity
     ) -> None:
-        self._stopping, self._activity = stop, activity
-        self._retries = {
-            using: database_health.Retry(
-                using, f"bulk operations in database {using!r} wait"
-            )
-            for using in databases
+        super().__init__(using)
+        self._stop, self._activity = stop, activity
+        self._wakeups = {
+            one: notifications.Wakeup(one, notifications.WORK) for one in using
         }
-        self._looked = dict.fromkeys(databases, 0.0)
+        self._looked = dict.fromkeys(using, 0.0)
+        self._counted = dict.fromkeys(using, time.monotonic())
 
-    def run(self) -> None:
-        """Execute operations until the consumer stops."""
-        wakeups = {
-            using: notifications.Wakeup(using, notifications.WORK)
-            for using in self._retries
-        }
-        kept_at = time.monotonic()
-        while not self._stopping.wait(1.0):
-            liveness.turned()
-            counting = time.monotonic() - kept_at > PERIOD.total_seconds()
-            kept_at = time.monotonic() if counting else kept_at
-            for using, wakeup in wakeups.items():
-                if self._is_time(using, wakeup, counting):
-                    self._work_off(using, counting)
-
-    def _is_time(
-        self, using: str, wakeup: notifications.Wakeup, counting: bool
-    ) -> bool:
-        if not self._retries[using].ready:
-            return False
+    def _keep(self, using: str) -> float:
+        wakeup, now = self._wakeups[using], time.monotonic()
         calm = wakeup.has_listener and self._activity.calm
-        recent = time.monotonic() - self._looked[using] < RARELY
-        return wakeup.due() or not (calm and recent) or counting
-
-    def _work_off(self, using: str, counting: bool) -> None:
-        self._looked[using] = time.monotonic()
-        try:
-            if bulk.work_off(using, self._stopping):
+        recent = now - self._looked[using] < RARELY
+        counting = now - self._counted[using] > PERIOD.total_seconds()
+        if wakeup.due() or not (calm and recent) or counting:
+            self._looked[using] = now
+            if bulk.work_off(using, self._stop):
                 self._activity.note()
             if counting:
-                # Aggregated now, so that the chart need not wait for it later.
+                self._counted[using] = now
                 periods.remember(using, clock(using))
-            self._retries[using].worked()
-        except Exception as error:
-            self._retries[using].failed(error)
-        finally:
-            recycle()
+        return 1.0

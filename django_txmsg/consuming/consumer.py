@@ -36,7 +36,7 @@ from ..runtime.liveness import RARELY, SELDOM, Activity
 from ..runtime.thread_group import ThreadGroup
 from ..stages import Stage
 from . import deadline, ordering
-from .bulk_thread import BulkThread
+from .bulk_thread import Bulk
 from .intake import IntakeThread
 from .limits import Allowance, Room, Throttle
 from .stage_middleware import prepared
@@ -195,8 +195,7 @@ class Consumer:
         for destination in self._settings.DEAD_LETTER_DESTINATIONS:
             intake = IntakeThread("default", destination, self._stop, self._activity)
             group.add(f"txmsg-intake-{destination}", intake.run)
-        bulk_thread = BulkThread(self._databases, self._stop, self._activity)
-        group.add("txmsg-bulk", bulk_thread.run)
+        Bulk(self._databases, self._stop, self._activity).add_to(group)
         for using in sorted({thread.using for thread in self.threads} - {self._home}):
             # That database may not answer.
             group.add(f"txmsg-consumer-{using}", partial(self._watch, using))

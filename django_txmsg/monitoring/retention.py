@@ -12,10 +12,8 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from django.db import models, transaction
@@ -43,8 +41,8 @@ from ..models import (
 )
 from ..models.fields import Holds, OneOf, clock
 from ..rules import Rule, dead_letters, flows, inbox, outbox
-from ..runtime import database_health, liveness
-from ..runtime.connections import recycle
+from ..runtime import liveness
+from ..scheduling.time_loop import TimeLoop
 
 #: Days after which the row of a killed worker is deleted.
 SILENT_WORKERS = 1.0
@@ -247,31 +245,16 @@ log = logging.getLogger("django_txmsg.pruning")
 FIRST, EVERY = 300.0, 3600.0
 
 
-class Pruner:
-    """Deletes rows that are older than TXMSG["RETENTION"]. A thread calls `run()`,
-    which returns when `stop` is set."""
+class Pruner(TimeLoop):
+    """Deletes rows that are older than TXMSG["RETENTION"], every hour."""
 
-    def __init__(self, databases: Sequence[str], stop: threading.Event) -> None:
-        self._databases, self._stop = databases, stop
+    refused = "rows that are no longer needed stay"
 
-    def run(self) -> None:
-        """Prune every hour. If pruning fails, try again an hour later."""
-        pause = FIRST
-        while not self._stop.wait(self._announced(pause)):
-            pause = EVERY
-            for using in self._databases:
-                pruning = database_health.retry(
-                    using, f"rows of database {using!r} stay"
-                )
-                pruning.run(partial(self._prune, using))
-            recycle(idle=True)
+    def first(self) -> float:
+        """Return the seconds until the first pruning."""
+        return _about(FIRST)
 
-    def _announced(self, pause: float) -> float:
-        pause *= random.uniform(0.75, 1.25)  # noqa: S311 - jitter
-        liveness.turned(pause)
-        return pause
-
-    def _prune(self, using: str) -> None:
+    def _keep(self, using: str) -> float:
         for kind in kinds():
             deleted = 0
             for number in () if self._stop.is_set() else prune(kind, using):
@@ -281,3 +264,8 @@ class Pruner:
                     break
             if deleted:
                 log.info("%s of database %r: %d deleted", kind.name, using, deleted)
+        return _about(EVERY)
+
+
+def _about(pause: float) -> float:
+    return pause * random.uniform(0.75, 1.25)  # noqa: S311 - jitter

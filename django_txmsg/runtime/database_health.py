@@ -250,14 +250,19 @@ class Retry:
         stop.wait(max(0.0, self._until - time.monotonic()))
         return wait(self._using, stop)
 
-    def run(self, work: Callable[[], Result]) -> Result | None:
+    def run(
+        self,
+        work: Callable[[], Result],
+        survives: type[Exception] = AnyDatabaseError,
+    ) -> Result | None:
         """Call a function that is not urgent, and return its result. Returns None if
-        the database refuses the function's statements, or if the pause after a refusal
+        the function raises an error of the class `survives`, for example because the
+        database refuses a statement. Also returns None if the pause after such an error
         has not ended."""
         while self.ready:
             try:
                 result = work()
-            except AnyDatabaseError as error:
+            except survives as error:
                 self.failed(error)
             else:
                 self.worked()

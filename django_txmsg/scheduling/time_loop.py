@@ -1,7 +1,7 @@
-"""The loops that store messages when they are due: one loop for recurring messages, and
-one for the time-outs of flows. A third loop stores and delivers alerts. Each `relay`
-process runs each loop in one thread for each database. So a database that does not
-answer does not delay the other databases."""
+"""The loops that do periodic work in databases: they store recurring messages and the
+time-outs of flows, raise alerts, count for the charts, execute bulk operations, and
+prune. A process runs each of its loops in one thread for each database. So a database
+that does not answer does not delay the other databases."""
 
 from __future__ import annotations
 
@@ -15,28 +15,34 @@ from typing import ClassVar
 from django.db import Error as AnyDatabaseError
 
 from ..runtime import database_health, liveness
-from ..runtime.connections import recycle
+from ..runtime.connections import KEPT_WHILE_BUSY, recycle
 from ..runtime.thread_group import ThreadGroup
 
-#: Seconds until the next check of a database that has refused a statement.
+#: Seconds until most loops check a database again that has refused a statement.
 AFTER_REFUSAL = 1.0
 
 
 class TimeLoop(ABC):
-    """Does what is due in the databases `using`, until stopped. Most loops store due
-    messages."""
+    """Does what is due in the databases `using`, until stopped."""
 
     #: How the log line about a refused statement begins.
     refused: ClassVar[str]
+    #: The errors after which the loop tries again. Other errors end it.
+    survives: ClassVar[type[Exception]] = AnyDatabaseError
 
     def __init__(self, using: Sequence[str]) -> None:
         self.using = using
         self._stop = threading.Event()
 
-    @abstractmethod
     def is_idle(self, using: str) -> bool:
         """Return whether this process never has anything to do in a database. The loop
         then needs no thread for the database."""
+        return False
+
+    def first(self) -> float:
+        """Return the seconds until the first check. A loop that is in no hurry waits as
+        long after a refused statement."""
+        return 0.0
 
     @abstractmethod
     def _keep(self, using: str) -> float:
@@ -51,13 +57,14 @@ class TimeLoop(ABC):
     def run(self, using: str) -> None:
         """Do the work of one database when it is due, until `stop()` is called. If the
         database refuses a statement, try again after a pause."""
-        keeping = database_health.retry(using, self.refused)
-        while not self._stop.is_set():
-            left = keeping.run(partial(self._keep, using))
-            wait = AFTER_REFUSAL if left is None else left
-            recycle()
+        keeping = database_health.retry(using, f"{self.refused} in database {using!r}")
+        wait = self.first()
+        liveness.turned(wait)
+        while not self._stop.wait(wait):
+            left = keeping.run(partial(self._keep, using), self.survives)
+            wait = (self.first() or AFTER_REFUSAL) if left is None else left
+            recycle(idle=wait > KEPT_WHILE_BUSY)
             liveness.turned(wait)
-            self._stop.wait(wait)
 
     def tick(self, *using: str) -> None:
         """Do everything that is due now in these databases, by default in all. Raises

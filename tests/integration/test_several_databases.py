@@ -26,6 +26,7 @@ from django_txmsg.management.commands import _process
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage, Worker
 from django_txmsg.models.fields import clock
 from django_txmsg.monitoring import databases
+from django_txmsg.monitoring.periods import Charts
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.scheduling.time_loop import keeping_time
 from django_txmsg.scheduling.timekeeper import Timekeeper
@@ -115,13 +116,14 @@ def test_a_changed_rate_waits_only_for_its_own_database() -> None:
 def test_heartbeats_continue_while_another_database_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_process, "PERIOD", dt.timedelta(seconds=0.1))
+    monkeypatch.setattr(Charts, "first", lambda self: 0.0)
     own = Worker.objects.filter(kind="relay")
     relay = Relay(["other", "default"], ["default"])
     with (
         txmsg(CONSUME={"HEARTBEAT": 0.1}),
         silent(),
-        _process.heartbeat(relay, relay.stop, "other", "default"),
+        keeping_time([Charts(["other", "default"])], relay.stop),
+        _process.heartbeat(relay, relay.stop),
     ):
         wait_until(own.exists)
         since = clock("default") + dt.timedelta(seconds=1)

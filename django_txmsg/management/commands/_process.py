@@ -19,19 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from django.db import router
 
 from ... import conf
 from ...models import Worker
-from ...models.fields import clock
-from ...models.monitoring import PERIOD
-from ...monitoring import periods
 from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
-from ...runtime import database_health, liveness
+from ...runtime import liveness
 from ...runtime.connections import LARGE, recycle
 from ...runtime.thread_group import ThreadGroup
 from ...sending.scope import handlers_running
@@ -153,26 +149,11 @@ def return_memory() -> None:
 
 
 @contextmanager
-def heartbeat(
-    relay: Relay, stop: Callable[[], None], *databases: str
-) -> Iterator[None]:
-    """Send heartbeats of a relay's process while the block runs. Also aggregate the
-    counts in `databases` for the admin's charts. Each database has its own thread, so
-    that a database that does not answer does not delay the others. If one of these
-    threads fails, `stop` is called, and the error is raised."""
+def heartbeat(relay: Relay, stop: Callable[[], None]) -> Iterator[None]:
+    """Send heartbeats of a relay's process while the block runs. If the thread fails,
+    `stop` is called, and the error is raised."""
     presence = Presence("relay", router.db_for_write(Worker))
     done = threading.Event()
-
-    def count(using: str) -> None:
-        pause = PERIOD.total_seconds()
-        liveness.turned(pause)
-        while not done.wait(pause):
-            counting = database_health.retry(
-                using, f"the charts of database {using!r} are not updated"
-            )
-            counting.run(lambda: periods.remember(using, clock(using)))
-            recycle(idle=True)
-            liveness.turned(pause)
 
     def beat() -> None:
         while True:
@@ -185,8 +166,6 @@ def heartbeat(
 
     group = ThreadGroup(stop)
     group.add("txmsg-heartbeat", beat)
-    for using in databases:
-        group.add(f"txmsg-charts-{using}", partial(count, using))
     group.start()
     try:
         yield

@@ -245,15 +245,14 @@ class Service:
     def __init__(
         self, databases: Sequence[str], brokers: Sequence[str], stages: Sequence[Stage]
     ) -> None:
-        self._stop = threading.Event()
         self.relay = Relay(list(databases), list(brokers))
         self.consumer = Consumer(stages)
         self._group = ThreadGroup(self.stop)
         self._group.add("txmsg-relay", self.relay.run)
         self._group.add("txmsg-consumer", self._consume)
-        self._group.add("txmsg-pruning", Pruner(databases, self._stop).run)
         self._time_loops = [
             Timekeeper(databases), Deadlines(databases), Alerting(databases),
+            Pruner(databases),
         ]  # fmt: skip
         for loop in self._time_loops:
             loop.add_to(self._group)
@@ -265,7 +264,6 @@ class Service:
     def stop(self) -> None:
         """Make `run()` finish the messages in progress and return. Callable from any
         thread or signal handler."""
-        self._stop.set()
         for loop in self._time_loops:
             loop.stop()
         self.relay.stop()

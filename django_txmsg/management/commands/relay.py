@@ -14,6 +14,7 @@ from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
 from ...monitoring.alerting import Alerting
 from ...monitoring.databases import left_out, with_tables
+from ...monitoring.periods import Charts
 from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time, ticked
 from ...scheduling.timekeeper import Timekeeper
@@ -57,12 +58,12 @@ class Command(BaseCommand):
         supervise(options, self.stderr)
         relay = Relay(databases, brokers, batch_size=options["batch_size"])
         time_loops = [Timekeeper(databases), Deadlines(databases)]
-        beating = heartbeat(relay, relay.stop, *databases)
+        beating = heartbeat(relay, relay.stop)
         with ExitStack() as stack:
             stack.enter_context(working(relay.stop, options, self.stderr))
             stack.enter_context(beating)
             if not options["once"]:
-                loops = [*time_loops, Alerting(databases)]
+                loops = [*time_loops, Alerting(databases), Charts(databases)]
                 stack.enter_context(keeping_time(loops, relay.stop))
             if options["verbosity"] > 0 and not options["once"]:
                 self.stderr.write(
