@@ -137,7 +137,10 @@ def bury_unread(using: str, stage: str = "") -> int:
     """Bury the messages of `stage`, or of all stages, that are parked because they need
     newer code. Each transaction has a limited size. Returns the number of buried
     messages. If an operator redelivers such a message, it waits for the newer code
-    again."""
+    again.
+
+    At an ordered stage, skip a message whose predecessor is not processed or dead yet:
+    the messages behind it would overtake the predecessor."""
     rows = InboxMessage.objects.using(using)
     waiting = (
         rows.filter(Holds(inbox.NEEDS_NEWER_CODE))
@@ -147,11 +150,17 @@ def bury_unread(using: str, stage: str = "") -> int:
     if stage:
         waiting = waiting.filter(stage=stage)
     brokers = {one.name: one.broker for one in all_stages()}
+    ordered = {one.name for one in all_stages() if one.ordered}
     buried, last = 0, 0
     while found := list(waiting.filter(pk__gt=last)[:_BATCH]):
         last = found[-1].pk
         with transaction.atomic(using=using):
             for row in found:
+                before = wire.after(row.headers or {})
+                if before is not None and row.stage in ordered:
+                    earlier = rows.filter(message_id=before[0], stage=row.stage)
+                    if earlier.filter(Holds(inbox.OPEN)).exists():
+                        continue
                 # Newer code may have claimed it meanwhile, or be processing it now.
                 token = uuid.uuid4()
                 held = {"lease_token": token, "lease_until": Now() + _LEASE}

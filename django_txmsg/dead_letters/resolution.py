@@ -25,6 +25,7 @@ from ..models.outbox_store import NewMessage
 from ..models.worker import living
 from ..sending import answering, storing, undoing
 from ..stages import all_stages, consumers
+from . import burial
 
 
 @dataclass
@@ -277,15 +278,22 @@ def redeliver_copy(
 
 def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
     """Park dead letters again, without two headers. The link to the predecessor is
-    removed, because the message's turn had come before the message died. The expiry is
-    removed, because an operator decided to redeliver the message. Only a flow's request
-    keeps its expiry."""
-    passed = (wire.EXPIRES, wire.AFTER)
+    removed, because the message's turn had come before the message died. Only a message
+    that was buried unread keeps the link: its predecessor may be a dead letter, too.
+    The expiry is removed, because an operator decided to redeliver the message. Only a
+    flow's request keeps its expiry."""
+
+    def passed(letter: DeadLetter) -> tuple[str, ...]:
+        unread = letter.reason == burial.REASON
+        return (wire.EXPIRES,) if unread else (wire.EXPIRES, wire.AFTER)
+
     DeadLetter.objects.db_manager(using).park_again(
         [
             {
                 "id": one.pk,
-                "headers": {k: v for k, v in one.headers.items() if k not in passed}
+                "headers": {
+                    k: v for k, v in one.headers.items() if k not in passed(one)
+                }
                 | wire.conversation(one.headers),
                 "service": one.headers.get(wire.SERVICE, "")[:255],
             }

@@ -52,6 +52,7 @@ from tests.integration.test_ordered import (
     deliver,
     effect,
     effects,
+    redeliver,
     send_chain,
     settle,
     taken,
@@ -512,6 +513,46 @@ def test_follower_runs_when_a_request_is_revoked_between_two_attempts() -> None:
         revoke(stage, sent[1].id)
         settle(stage, 2)
     assert effects() == ["0", "2"]
+
+
+def need_newer_code(**which: Any) -> None:
+    """Park messages as a worker does whose code is too old to read them."""
+    unread = {"needs_type": "tests.type", "needs_version": 2, "waits_for": None}
+    assert InboxMessage.objects.filter(due_at__isnull=False, **which).update(**unread)
+
+
+@pytest.mark.parametrize("ordered", ["block", "skip"])
+def test_unread_message_is_buried_only_after_its_predecessor(ordered: Order) -> None:
+    with declared(failing_once(0), ordered=ordered, redelivery=LATER) as stage:
+        sent = send_chain(stage.destination, [0, 1, 2])
+        step(stage, times=3)
+        need_newer_code(message_id=sent[1].id)
+        assert bury_unread("default", stage.name) == 0
+        InboxMessage.objects.filter(message_id=sent[0].id).update(due_at=Now())
+        settle(stage, 1)
+        assert bury_unread("default", stage.name) == 1
+        if ordered == "block":
+            finish(BulkKind.DISCARD, DeadLetter.objects.get())
+        settle(stage, 2)
+    assert effects() == ["0", "2"]
+
+
+def test_messages_that_were_buried_unread_are_redelivered_in_order() -> None:
+    with declared(effect, ordered="block") as stage:
+        sent = send_chain(stage.destination, [0, 1, 2])
+        zero, one, two = taken(stage.destination)
+        deliver(stage.destination, one, two)
+        step(stage, times=2)
+        need_newer_code(stage=stage.name)
+        deliver(stage.destination, zero)
+        step(stage)
+        assert bury_unread("default", stage.name) == 2
+        redeliver(DeadLetter.objects.get(message_id=sent[2].id))
+        step(stage)
+        assert effects() == ["0"]
+        redeliver(DeadLetter.objects.get(message_id=sent[1].id))
+        settle(stage, 3)
+    assert effects() == ["0", "1", "2"]
 
 
 def finish(kind: BulkKind, letter: DeadLetter) -> None:
