@@ -247,12 +247,12 @@ class Mode(ABC):
         self,
         arrival: Arrival,
         message: Message,
-        enlist: Callable[[NewMessage], None] | None = None,
+        enlist: Callable[[Sequence[NewMessage]], None] | None = None,
     ) -> None:
         """Call the handler inside the scope of its messages. The scope ends before the
         commit, so messages that `on_commit` hooks send do not belong to the stage.
 
-        If `enlist` is given, it is called with each message that the handler sends
+        If `enlist` is given, it is called with the messages that the handler sends
         outside of its own atomic blocks.
         """
         scope = self.scope(arrival, message)

@@ -118,7 +118,7 @@ class Outside(Outbox):
         sent: list[NewMessage] = []
         # The handler may take long: return the connection, as CONN_MAX_AGE permits.
         recycle(idle=True)
-        self.handle(arrival, message, sent.append)
+        self.handle(arrival, message, sent.extend)
         _, employed = protocol.once(
             self.stage.definition,
             take=partial(inbox.take, pk, arrival.token, arrival.turn),
@@ -173,7 +173,7 @@ class BrokerOnly(Mode):
         entered, stage = super().scope(arrival, message), self.stage
         service = conf.get().SERVICE
 
-        def enlist(row: NewMessage) -> None:
+        def check(row: NewMessage) -> None:
             if row.delay:
                 raise InvalidMessage(
                     f"The message to {row.destination!r} has a delay, which belongs to "
@@ -189,11 +189,16 @@ class BrokerOnly(Mode):
                     f"Send it with broker={stage.broker!r}, or use "
                     f'transaction="outbox".'
                 )
+
+        def enlist(rows: Sequence[NewMessage]) -> None:
+            for row in rows:
+                check(row)
             created = wire.format_instant(timezone.now())
-            headers = wire.headers_of(row, service, created)
-            arrival.session.enlist(Outgoing(row.destination, headers, row.body))
-            if row.committed is not None:
-                row.committed()
+            for row in rows:
+                headers = wire.headers_of(row, service, created)
+                arrival.session.enlist(Outgoing(row.destination, headers, row.body))
+                if row.committed is not None:
+                    row.committed()
 
         entered.enlist = enlist
         return entered

@@ -189,7 +189,7 @@ def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
     for row in rows:
         _identify(row, current, alias)
     if enlist is not None:
-        return [_enlist(row, enlist) for row in rows]
+        return _enlist(rows, enlist)
     if not rows:
         return []
     require_transaction(alias, rows[0].destination)
@@ -227,18 +227,22 @@ def _content(row: NewMessage) -> tuple[object, ...]:
     return (*place, sorted(headers.items()), row.body)
 
 
-def _enlist(row: NewMessage, enlist: Callable[[NewMessage], None]) -> Message:
-    """Add a message to the broker's transaction in which the stage runs."""
-    if row.unique:
+def _enlist(
+    rows: list[NewMessage], enlist: Callable[[list[NewMessage]], None]
+) -> list[Message]:
+    """Add messages to the broker's transaction in which the stage runs: all of them, or
+    none if one is refused."""
+    if any(row.unique for row in rows):
         raise InvalidMessage(
             "A message with unique= must be stored at once, but this stage stores its "
             'messages after it has returned. Use transaction="outbox".'
         )
     now = timezone.now()
-    if row.expiry is not None:
-        row.expires_at = now + dt.timedelta(seconds=row.expiry)
-    enlist(row)
-    return as_sent(row, now)
+    for row in rows:
+        if row.expiry is not None:
+            row.expires_at = now + dt.timedelta(seconds=row.expiry)
+    enlist(rows)
+    return [as_sent(row, now) for row in rows]
 
 
 def require_transaction(alias: str, destination: str) -> None:

@@ -14,7 +14,7 @@ import os
 import threading
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -195,7 +195,7 @@ class Scope:
     cause: Message | None = None
     stage: str = ""
     worker: str = ""
-    enlist: Callable[[NewMessage], None] | None = None
+    enlist: Callable[[Sequence[NewMessage]], None] | None = None
     blocks: Mapping[Any, int] | None = None
     stored: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, Numbers] = field(default_factory=lambda: defaultdict(Numbers))

@@ -29,7 +29,7 @@ from django_txmsg.errors import (
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.fields import clock
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.sending.outbox import send_message
+from django_txmsg.sending.outbox import send_message, send_messages
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
 from tests.running import (
@@ -372,13 +372,18 @@ def test_a_delay_inside_the_brokers_transaction_is_refused(mode: Any) -> None:
 
     def handler(message: Message) -> None:
         with pytest.raises(InvalidMessage) as caught:
-            send_message("tests.next", None, delay=dt.timedelta(seconds=5))
+            send_messages(
+                {"destination": "tests.next", "body": seconds}
+                | {"delay": dt.timedelta(seconds=seconds)}
+                for seconds in (0, 5)
+            )
         refused.append(str(caught.value))
 
     with declared(handler, transaction=mode) as stage:
         send(stage.destination)
         step(stage)
     assert "delay" in refused[0]
+    assert not drained("tests.next")
 
 
 @txmsg(
