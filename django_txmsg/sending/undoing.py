@@ -19,6 +19,7 @@ from ..errors import DecodeError
 from ..models import DeadLetter, InboxMessage, Run
 from ..models.dead_letter import Resolution
 from ..models.fields import clock
+from ..models.run import WaitsFor
 from .answering import Address
 
 #: The reason of an undo's dead letter if it is unknown whether its request was done.
@@ -111,12 +112,12 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
     run."""
     ticket = wire.ticket(run.run_id, turn)
     letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
-    same = letters.filter(
-        Q(correlation_id__in=(run.correlation_id, ticket))
+    same = Q(correlation_id__in=(run.correlation_id, ticket))
+    if run.waits_for == WaitsFor.JOIN:
         # Those of a gather whose requests go to consumers that are not of this package.
-        | Q(correlation_id__startswith=f"{ticket}/")
-    )
-    for one in same.only("stage", "message_id", "headers"):
+        # This reads all open letters: indexes find no beginnings of texts.
+        same |= Q(correlation_id__startswith=f"{ticket}/")
+    for one in letters.filter(same).only("stage", "message_id", "headers"):
         # Requests without a deadline are those of a batch, which outlive its end.
         waits = wire.EXPIRES in one.headers or wire.REPLY_TO not in one.headers
         given = one.headers.get(wire.TICKET) or one.headers.get(wire.CORRELATION_ID, "")

@@ -22,10 +22,13 @@ from django_txmsg.models import (
     InboxMessage,
     OutboxMessage,
     QueueMessage,
+    Run,
 )
+from django_txmsg.models.run import WaitsFor
 from django_txmsg.monitoring import retention, waiting
 from django_txmsg.relaying.listener import seconds_until_due
 from django_txmsg.runtime import notifications
+from django_txmsg.sending import undoing
 from django_txmsg.sending.outbox import send_messages
 from tests.faults import ROOT
 from tests.running import committing
@@ -470,3 +473,20 @@ def test_a_redelivery_one_first_reads_only_its_letters_that_died_again(
 
     assert read_for(count) < 50
     assert found == [1]
+
+
+def test_a_run_whose_wait_is_over_reads_only_its_own_dead_letters() -> None:
+    DeadLetter.objects.all().delete()
+    DeadLetter.objects.create(
+        message_id=uuid.uuid4(), destination="q", correlation_id="c"
+    )
+    copies(DeadLetter, message_id="gen_random_uuid()", correlation_id="'c' || n")
+    with connection.cursor() as cursor:
+        cursor.execute(f"ANALYZE {DeadLetter._meta.db_table}")
+    run = Run(run_id=uuid.uuid4(), correlation_id="c17", waits_for=WaitsFor.ANSWER)
+
+    def end() -> None:
+        with transaction.atomic():
+            undoing.overtaken(run, uuid.uuid4(), "default")
+
+    assert read_for(end) < 50
