@@ -23,6 +23,8 @@ from django.http import HttpRequest
 #: psycopg's TransactionStatus INERROR, in which COMMIT means ROLLBACK, and UNKNOWN, in
 #: which the connection is gone.
 _SPOILED = (3, 4)
+#: The same: ACTIVE, INTRANS and INERROR, in which a transaction is open.
+_BEGUN = (1, 2, 3)
 
 
 def in_block(connection: Any) -> bool:
@@ -47,6 +49,29 @@ def roll_back_blocks(connection: Any, above: int) -> bool:
         with contextlib.suppress(Error):
             block.__exit__(RuntimeError, error, None)
     return True
+
+
+def begun_by_hand(connection: Any) -> bool:
+    """Return whether a transaction is open, or begins with the next statement, although
+    no atomic block is open: `set_autocommit(False)` or BEGIN was executed."""
+    raw = connection.connection
+    if raw is None or connection.in_atomic_block:
+        return False
+    if not connection.autocommit:
+        return bool(connection.settings_dict["AUTOCOMMIT"])
+    if connection.vendor == "postgresql":
+        return raw.info.transaction_status in _BEGUN
+    return connection.vendor == "sqlite" and bool(raw.in_transaction)
+
+
+def end_by_hand(connection: Any) -> None:
+    """Roll back a transaction that no atomic block surrounds, and switch autocommit on.
+    If the driver does not permit this, close the connection."""
+    with contextlib.suppress(Error):
+        connection.rollback()
+        connection.set_autocommit(True)
+    if begun_by_hand(connection):
+        connection.close()  # psycopg2 does not notice a BEGIN
 
 
 def in_testcase(connection: Any) -> bool:

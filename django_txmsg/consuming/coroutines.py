@@ -70,7 +70,7 @@ async def _alone(handler: Handler, message: Message) -> Any:
 
 def _close() -> list[str]:
     """Close the connections of a coroutine. Returns the databases on which it has left
-    blocks open."""
+    transactions open."""
     left_open = leave_blocks()
     connections.close_all()
     return left_open

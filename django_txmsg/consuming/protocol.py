@@ -23,8 +23,10 @@ from django.db import Error as AnyDatabaseError
 from ..django_internals import (
     abandon,
     begins_early,
+    begun_by_hand,
     cause_of_rollback,
     depth,
+    end_by_hand,
     must_roll_back,
     raw,
     refuses_durable,
@@ -142,12 +144,13 @@ def once(
 
 
 def refuse_left_open(aliases: Sequence[str]) -> None:
-    """Raise BlockLeftOpen if a handler has left blocks open on these databases."""
+    """Raise BlockLeftOpen if a handler has left transactions open on these
+    databases."""
     if aliases:
         raise BlockLeftOpen(
-            f"A transaction.atomic() on {', '.join(map(repr, aliases))} was entered "
-            f"inside the stage and not left. Use it in a with statement, or as a "
-            f"decorator."
+            f"A transaction on {', '.join(map(repr, aliases))} was begun inside the "
+            f"stage and not ended: by transaction.atomic(), set_autocommit(False) or "
+            f"BEGIN. Use atomic() in a with statement, or as a decorator."
         )
 
 
@@ -159,21 +162,25 @@ def guarded(using: str) -> Iterator[None]:
     Raises SwallowedDatabaseError if the handler caught a database error after which the
     transaction can only roll back: a commit would silently lose the work. Raises
     DurableInStage if the handler entered `atomic(durable=True)`. Raises BlockLeftOpen
-    if the handler did not leave an `atomic()` block, on any database.
+    if the handler did not leave an `atomic()` block, or left autocommit off, on any
+    database.
     """
     connection = connections[using]
     outer = depth(connection)
     before = {one: depth(one) for one in connections.all(initialized_only=True)}
+    by_hand = {one for one in before if begun_by_hand(one)}
     left_open: list[str] = []
     try:
         try:
             yield
         finally:
-            left_open += [
-                one.alias
-                for one in connections.all(initialized_only=True)
-                if roll_back_blocks(one, before.get(one, 0))
-            ]
+            for one in connections.all(initialized_only=True):
+                found = roll_back_blocks(one, before.get(one, 0))
+                if begun_by_hand(one) and one not in by_hand:
+                    end_by_hand(one)
+                    found = True
+                if found:
+                    left_open.append(one.alias)
     except RuntimeError as error:
         if not outer or not refuses_durable(error):
             raise

@@ -366,7 +366,7 @@ class StageThread:
                 self.busy_since = None
                 for alias in leave_blocks():
                     log.warning(
-                        "stage %r: its handler has left an atomic() open on database "
+                        "stage %r: its handler has left a transaction open on database "
                         "%r, which is rolled back",
                         self.stage.name,
                         alias,

@@ -16,6 +16,7 @@ from django.db import connections, transaction
 
 from ..django_internals import (
     as_for_a_new_request,
+    begun_by_hand,
     close_at,
     in_block,
     raw,
@@ -67,13 +68,17 @@ def shed(using: str, size: int) -> None:
 
 
 def leave_blocks() -> list[str]:
-    """Roll back the atomic blocks that a handler has entered and not left, because the
+    """Roll back the transactions that a handler has begun and not ended, because the
     next handler of this thread would run inside them. Returns the aliases of the
-    databases that had such blocks.
+    databases that had such transactions.
 
     Call this outside all atomic blocks of this package.
     """
-    found = [alias for alias in connections if in_block(connections[alias])]
+    found = [
+        alias
+        for alias in connections
+        if in_block(connections[alias]) or begun_by_hand(connections[alias])
+    ]
     for alias in found:
         roll_back_blocks(connections[alias], 0)
         connections[alias].close()

@@ -12,12 +12,12 @@ from django.db import IntegrityError, connection, connections, transaction
 
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import BlockLeftOpen, DurableInStage, SwallowedDatabaseError
-from django_txmsg.models import Attempt, DeadLetter, OutboxMessage
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
-from tests.running import Handler, committing, declared, running, send, step, txmsg
+from tests.running import Handler, committing, declared, put, running, send, step, txmsg
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -131,6 +131,49 @@ def test_block_left_open_outside_a_transaction_fails_the_attempt(
     assert stored.count() + QueueMessage.objects.filter(queue="tests.after").count()
 
 
+def work_by_hand(message: Message) -> None:
+    transaction.set_autocommit(False)
+    Effect.objects.create(name="committed", message_id=str(message.id))
+    transaction.commit()
+
+
+def begin_by_hand(message: Message) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("BEGIN")
+    Effect.objects.create(name="left", message_id=str(message.id))
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("begin", [work_by_hand, begin_by_hand])
+@pytest.mark.parametrize("mode", ["none", "broker_only"])
+def test_transaction_begun_by_hand_and_left_open_fails_the_attempt(
+    mode: Any, begin: Handler, raises: bool
+) -> None:
+    """Otherwise the mark of the message, its failure and the stage's messages would be
+    stored in that transaction and rolled back, and the delivery acknowledged."""
+
+    def handler(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            begin(message)
+            if raises:
+                raise LookupError
+        send_message("tests.after", message.delivery_attempt)
+
+    with (
+        txmsg(BROKERS={"default": {"URL": "database://other?poll=0.01"}}),
+        declared(handler, transaction=mode) as stage,
+    ):
+        put(stage.destination)
+        step(stage, times=2)
+    first_attempt_fails(LookupError if raises else BlockLeftOpen)
+    assert effects() == (["committed"] if begin is work_by_hand else [])
+    assert InboxMessage.objects.get().state == "processed"
+    queued = QueueMessage.objects.using("other")
+    assert not queued.filter(queue=stage.destination).exists()
+    stored = OutboxMessage.objects.filter(destination="tests.after")
+    assert stored.count() + queued.filter(queue="tests.after").count() == 1
+
+
 @pytest.mark.parametrize("mode", ["none", "broker_only"])
 def test_durable_is_refused_only_in_the_handlers_own_block(mode: Any) -> None:
     """The stage has no transaction, so the error is Django's."""
@@ -152,18 +195,30 @@ def test_durable_is_refused_only_in_the_handlers_own_block(mode: Any) -> None:
     assert effects() == ["once"]
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("mode", ["outbox", "none", "coroutine"])
-def test_a_block_left_open_elsewhere_fails_the_attempt(mode: Any) -> None:
-    """Otherwise the block's work would be rolled back, and the message acknowledged."""
+def test_transaction_left_open_elsewhere_fails_the_attempt(
+    mode: Any, by_hand: bool
+) -> None:
+    """Otherwise its work would be rolled back, and the message acknowledged."""
     found: list[bool] = []
 
     def handler(message: Message) -> None:
-        found.append(connections["other"].in_atomic_block)
+        other = connections["other"]
+        other.ensure_connection()
+        found.append(other.in_atomic_block or not other.get_autocommit())
         block = transaction.atomic("other")
-        block.__enter__()
+        if by_hand:
+            other.set_autocommit(False)
+        else:
+            block.__enter__()
         Effect.objects.using("other").create(name="left", message_id="")
         if message.delivery_attempt == 2:
-            block.__exit__(None, None, None)
+            if by_hand:
+                other.commit()
+                other.set_autocommit(True)
+            else:
+                block.__exit__(None, None, None)
 
     async def coroutine(message: Message) -> None:
         await sync_to_async(handler)(message)
