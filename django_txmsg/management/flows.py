@@ -24,6 +24,7 @@ from .terminal import (
     chosen_database,
     local,
     not_blank,
+    print_list,
     printable,
     read_age,
     record,
@@ -84,15 +85,10 @@ class Command(BaseCommand):
             self._act(options["action"], found, using, options)
 
     def _list(self, found: Any, using: str, as_json: bool) -> None:
-        if as_json:
-            facts = [_facts(run) for run in found]
-            self.stdout.write(json.dumps({"runs": facts}, indent=2))
-            return
         now = clock(using)
-        for run in found:
-            self.stdout.write(_line(run, now))
-        if not found:
-            self.stdout.write("No run matches.")
+        rows, lines = map(_facts, found), (_line(run, now) for run in found)
+        none = "No run matches."
+        print_list(self.stdout, "runs", rows, lines, none, as_json=as_json)
 
     def _show(self, found: Any, using: str, as_json: bool) -> None:
         now = clock(using)

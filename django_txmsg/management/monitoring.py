@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from importlib.resources import files
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..models.monitoring import Deed
 from ..monitoring import process_states
 from ..monitoring.alerting import said_unwatched
 from ..monitoring.process_states import WITHIN
-from .terminal import chosen_database, local, not_blank, printable, values
+from .terminal import chosen_database, local, not_blank, print_list, values
 
 
 class Alerts(BaseCommand):
@@ -45,25 +44,19 @@ class Alerts(BaseCommand):
         alerts = Alert.objects.using(using).order_by("-pk")
         if options["firing"]:
             alerts = alerts.filter(ended_at=None)
-        found = list(alerts[: max(options["limit"], 0)])
-        if options["json"]:
-            names = ("id", "service", "name", "kind", "status", "since", "ended_at")
-            rows = [
-                {name: getattr(one, name) for name in names} | {"text": one.text}
-                for one in found
-            ]
-            self.stdout.write(json.dumps({"alerts": rows}, indent=2, default=str))
-            return
-        for one in found:
-            ended = f" to {local(one.ended_at)}" if one.ended_at else ""
-            self.stdout.write(
-                f"{one.status:<8}  {local(one.since)}{ended}  "
-                f"{printable(one.name)}: {printable(one.text)}"
-            )
-        if not found:
-            self.stdout.write("There is no such alert.")
-        if unwatched := said_unwatched(using):
+        alerts = alerts[: max(options["limit"], 0)]
+        names = ("id", "service", "name", "kind", "status", "since", "ended_at", "text")
+        rows = ({name: getattr(one, name) for name in names} for one in alerts)
+        lines = map(_alert_line, alerts)
+        none = "There is no such alert."
+        print_list(self.stdout, "alerts", rows, lines, none, as_json=options["json"])
+        if not options["json"] and (unwatched := said_unwatched(using)):
             self.stderr.write(unwatched)
+
+
+def _alert_line(one: Alert) -> str:
+    ended = f" to {local(one.ended_at)}" if one.ended_at else ""
+    return f"{one.status:<8}  {local(one.since)}{ended}  {one.name}: {one.text}"
 
 
 # `manage.py txmsg audit`: who did what, newest first.
@@ -99,19 +92,13 @@ class Audit(BaseCommand):
         if options["text"]:
             entries = entries.filter(text__icontains=options["text"])
         found = entries.order_by("-pk")[: max(options["limit"], 0)]
-        if options["json"]:
-            facts = [
-                values(one, "at", "by", "deed", "text", "done") | {"shown": one.count}
-                for one in found.select_related("operation")
-            ]
-            self.stdout.write(json.dumps({"entries": facts}, indent=2))
-            return
-        for one in found:
-            text = printable(one.text)
-            by = printable(one.by)
-            self.stdout.write(f"{local(one.at)}  {by}: {text}")
-        if not found:
-            self.stdout.write("There is no such entry.")
+        rows = (
+            values(one, "at", "by", "deed", "text", "done") | {"shown": one.count}
+            for one in found.select_related("operation")
+        )
+        lines = (f"{local(one.at)}  {one.by}: {one.text}" for one in found)
+        none = "There is no such entry."
+        print_list(self.stdout, "entries", rows, lines, none, as_json=options["json"])
 
 
 # `manage.py txmsg alive`: a liveness probe without a port.

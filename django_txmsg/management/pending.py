@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import json
 import logging
 import uuid
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from ..errors import InvalidMessage
 from ..models import BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
 from ..sending.pending import cancel_message, reschedule_message
-from .terminal import chosen_database, local, operator, printable, record
+from .terminal import chosen_database, local, operator, print_list, record
 
 log = logging.getLogger("django_txmsg.pending")
 
@@ -173,23 +172,10 @@ class Bulk(BaseCommand):
             self._move(using, options["action"], options["id"])
 
     def _list(self, using: str, limit: int, as_json: bool) -> None:
-        rows: Any = BulkOperation.objects.using(using).order_by("-pk")
-        found = [_facts(one) for one in rows[: max(limit, 0)]]
-        if as_json:
-            text = json.dumps({"operations": found}, indent=2, default=str)
-            self.stdout.write(text)
-            return
-        for one in found:
-            why = f": {one['why']}" if one["why"] else ""
-            self.stdout.write(
-                printable(
-                    f"{one['id']:>6}  {local(one['created_at'])}  {one['state']}  "
-                    f"{one['kind']} {one['done']:,} of {one['total']:,}, "
-                    f"{one['skipped']:,} skipped, by {one['by'] or 'unknown'}{why}"
-                )
-            )
-        if not found:
-            self.stdout.write("There is no bulk operation.")
+        found: Any = BulkOperation.objects.using(using).order_by("-pk")[: max(limit, 0)]
+        rows, lines = found.values(*_FACTS), map(_line, found)
+        none = "There is no bulk operation."
+        print_list(self.stdout, "operations", rows, lines, none, as_json=as_json)
 
     def _move(self, using: str, verb: str, pk: int) -> None:
         operations = BulkOperation.objects.db_manager(using)
@@ -206,9 +192,16 @@ class Bulk(BaseCommand):
         self.stdout.write(f"{verb.capitalize()}: {operation}.")
 
 
-def _facts(operation: BulkOperation) -> dict[str, Any]:
-    names = (
-        "id", "kind", "state", "total", "done", "skipped", "by", "why", "rate",
-        "filter", "created_at", "finished_at",
-    )  # fmt: skip
-    return {name: getattr(operation, name) for name in names}
+_FACTS = (
+    "id", "kind", "state", "total", "done", "skipped", "by", "why", "rate",
+    "filter", "created_at", "finished_at",
+)  # fmt: skip
+
+
+def _line(one: BulkOperation) -> str:
+    why = f": {one.why}" if one.why else ""
+    return (
+        f"{one.pk:>6}  {local(one.created_at)}  {one.state}  "
+        f"{one.kind} {one.done:,} of {one.total:,}, "
+        f"{one.skipped:,} skipped, by {one.by or 'unknown'}{why}"
+    )

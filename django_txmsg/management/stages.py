@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,15 @@ from ..monitoring.schedule import Timing
 from ..monitoring.waiting import capped
 from ..scheduling import timetable
 from ..stages import all_stages
-from .terminal import operator, printable, read_age, record, require_tables, values
+from .terminal import (
+    operator,
+    print_list,
+    printable,
+    read_age,
+    record,
+    require_tables,
+    values,
+)
 
 #: Who has paused a stage or a recurring message, when and why.
 _PAUSED = ("paused_at", "paused_by", "paused_why")
@@ -104,24 +111,19 @@ class Stages(PausingCommand):
 
     def _list(self, as_json: bool) -> None:
         places = sorted(status.read().stages.items())
-        if as_json:
-            rows = [
-                values(place, "name", "database", "dead", "muted", "workers", *_PAUSED)
-                | {"waiting": place.waiting.count, "declared": place.known}
-                for _, place in places
-            ]
-            self.stdout.write(json.dumps({"stages": rows}, indent=2))
-            return
-        for _, place in places:
-            self.stdout.write(
-                printable(
-                    f"{place.label}  {capped(place.waiting.count)} waiting  "
-                    f"{place.dead:,} dead  {place.workers} workers"
-                    f"{pause_note(place) if place.paused_at else ''}"
-                )
-            )
-        if not places:
-            self.stdout.write("There are no stages here.")
+        rows = (
+            values(place, "name", "database", "dead", "muted", "workers", *_PAUSED)
+            | {"waiting": place.waiting.count, "declared": place.known}
+            for _, place in places
+        )
+        lines = (
+            f"{place.label}  {capped(place.waiting.count)} waiting  "
+            f"{place.dead:,} dead  {place.workers} workers"
+            f"{pause_note(place) if place.paused_at else ''}"
+            for _, place in places
+        )
+        none = "There are no stages here."
+        print_list(self.stdout, "stages", rows, lines, none, as_json=as_json)
 
 
 # `manage.py txmsg rate list|set|reset`: the rates of stages, changed for a while.
@@ -221,21 +223,9 @@ class Schedules(PausingCommand):
 
     def _list(self, as_json: bool) -> None:
         found = schedule.read()
-        if as_json:
-            rows = [_timing_as_json(one) for one in found]
-            self.stdout.write(json.dumps({"recurring": rows}, indent=2))
-            return
-        for one in found:
-            shown = _timing_as_json(one)
-            self.stdout.write(
-                printable(
-                    f"{one.name}  {shown['every'] or 'unknown here'} {shown['tz']}  "
-                    f"to {shown['destination'] or '-'}  last {shown['last'] or '-'}  "
-                    f"next {shown['next'] or '-'}{_timing_note(one)}"
-                )
-            )
-        if not found:
-            self.stdout.write("Nothing recurs here: no every(), and no SCHEDULE.")
+        rows, lines = map(_timing_as_json, found), map(_timing_line, found)
+        none = "Nothing recurs here: no every(), and no SCHEDULE."
+        print_list(self.stdout, "recurring", rows, lines, none, as_json=as_json)
 
     def _make(self, options: dict[str, Any]) -> None:
         name, expression = options["name"], options["expression"]
@@ -277,6 +267,15 @@ def _timing_as_json(one: Timing) -> dict[str, Any]:
         "overdue": one.overdue,
         **values(row, *_PAUSED),
     }
+
+
+def _timing_line(one: Timing) -> str:
+    shown = _timing_as_json(one)
+    return (
+        f"{one.name}  {shown['every'] or 'unknown here'} {shown['tz']}  "
+        f"to {shown['destination'] or '-'}  last {shown['last'] or '-'}  "
+        f"next {shown['next'] or '-'}{_timing_note(one)}"
+    )
 
 
 def _timing_note(one: Timing) -> str:

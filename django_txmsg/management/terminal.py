@@ -7,12 +7,13 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import getpass
+import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand, CommandError, OutputWrapper
 from django.db import (
     DatabaseError,
     InterfaceError,
@@ -60,6 +61,26 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dt.datetime):
         return value.isoformat()
     return str(value) if isinstance(value, uuid.UUID) else value
+
+
+def print_list(
+    out: OutputWrapper,
+    name: str,
+    rows: Iterable[Any],
+    lines: Iterable[str],
+    none: str,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the lines of a list, or `none` if there are none. With `as_json`, print its
+    rows instead, under the list's name if it has one. Reads only what it prints, so
+    both may be generators."""
+    if as_json:
+        found = list(rows)
+        out.write(json.dumps({name: found} if name else found, indent=2, default=str))
+        return
+    for line in list(lines) or [none]:
+        out.write(printable(line))
 
 
 def local(instant: dt.datetime) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from django.core.management.base import CommandError
@@ -17,7 +16,7 @@ from ...monitoring import turns
 from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
 from ...runtime import database_health
-from ..terminal import DatabaseCommand, chosen_database, printable, record
+from ..terminal import DatabaseCommand, chosen_database, print_list, record
 
 
 class Command(DatabaseCommand):
@@ -74,17 +73,13 @@ class Command(DatabaseCommand):
 
     def _list(self, using: str, as_json: bool) -> None:
         found, now = turns.held(using, after=0.0), clock(using)
-        if as_json:
-            facts = [{**vars(one), "age": (now - one.since).total_seconds()}
-                     for one in found]  # fmt: skip
-            self.stdout.write(json.dumps(facts, default=str, indent=2))
-            return
-        for one in found:
-            self.stdout.write(
-                printable(
-                    f"stage {one.stage}, key {one.key}: {capped(one.count)} waiting "
-                    f"for {one.waits_for}, {one.why}, for {duration(now - one.since)}"
-                )
-            )
-        if not found:
-            self.stdout.write("No message waits for the one before it.")
+        rows = (
+            {**vars(one), "age": (now - one.since).total_seconds()} for one in found
+        )
+        lines = (
+            f"stage {one.stage}, key {one.key}: {capped(one.count)} waiting "
+            f"for {one.waits_for}, {one.why}, for {duration(now - one.since)}"
+            for one in found
+        )
+        none = "No message waits for the one before it."
+        print_list(self.stdout, "", rows, lines, none, as_json=as_json)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from django.core.management.base import CommandError
@@ -20,7 +19,7 @@ from ...monitoring import attendance, subscriptions
 from ...monitoring.subscriptions import Subscription
 from ...monitoring.waiting import capped, in_queues
 from ...stages import all_stages
-from ..terminal import DatabaseCommand, record, require_tables, values
+from ..terminal import DatabaseCommand, print_list, record, require_tables, values
 from ..verb_parser import VerbParser
 
 
@@ -66,22 +65,18 @@ class Command(DatabaseCommand):
             )
         known = self._known(using)
         waiting = {one.name: one.count for one in in_queues(using)}
-        if as_json:
-            rows = [
-                values(one, "topic", "subscriber", "abandoned")
-                | {"waiting": waiting.get(one.queue, 0)}
-                for one in known
-            ]
-            self.stdout.write(json.dumps(rows, indent=2))
-            return
-        for one in known:
-            lying = capped(waiting.get(one.queue, 0))
-            self.stdout.write(
-                f"{one.topic} {one.subscriber}: {lying} waiting"
-                + (", abandoned" if one.abandoned else "")
-            )
-        if not known:
-            self.stdout.write("There are no subscriptions.")
+        rows = (
+            values(one, "topic", "subscriber", "abandoned")
+            | {"waiting": waiting.get(one.queue, 0)}
+            for one in known
+        )
+        lines = (
+            f"{one.topic} {one.subscriber}: {capped(waiting.get(one.queue, 0))} waiting"
+            + (", abandoned" if one.abandoned else "")
+            for one in known
+        )
+        none = "There are no subscriptions."
+        print_list(self.stdout, "", rows, lines, none, as_json=as_json)
 
     def _remove(self, broker: Broker, options: dict[str, Any]) -> None:
         topic, subscriber = options["topic"], options["subscriber"]
