@@ -15,6 +15,7 @@ from django.db.models import F
 from django.test import Client
 
 from django_txmsg.models import Worker
+from django_txmsg.monitoring.presence import Presence
 from django_txmsg.runtime import liveness
 from tests import factories, running
 from tests.app.models import Effect
@@ -153,6 +154,16 @@ def test_the_page_needs_the_permission_to_see_workers(
     assert str(message_id) in seen
     # Its page would be refused.
     assert f"outboxmessage/{message_id}" not in seen
+
+
+@pytest.mark.django_db
+def test_a_handler_is_shown_once_if_a_relay_shares_its_process(
+    admin_client: Client,
+) -> None:
+    with liveness.running("orders.place", uuid.uuid4(), 1):
+        for kind in ("relay", "consumer"):
+            Presence(kind, "default").beat(0)
+    assert len(rows(admin_client, "Handlers")) == 1
 
 
 def test_a_handler_that_raises_runs_no_more() -> None:
