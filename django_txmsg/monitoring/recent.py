@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import datetime as dt
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -70,5 +71,6 @@ def last_processed(
 
 
 def _p95(values: Iterable[float]) -> float | None:
+    """Return the smallest value that at least 95 % of the values do not exceed."""
     ordered = sorted(values)
-    return ordered[int(0.95 * (len(ordered) - 1))] if ordered else None
+    return ordered[math.ceil(0.95 * len(ordered)) - 1] if ordered else None

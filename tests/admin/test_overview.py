@@ -97,6 +97,23 @@ def test_destinations_stages_queues_and_workers_have_their_rows(viewer: Client) 
     assert picture.queues["orders.place"].count == 1
 
 
+@pytest.mark.parametrize(("rows", "shown"), [(2, 2), (20, 19)])
+def test_times_of_a_stage_are_95th_percentiles(
+    viewer: Client, rows: int, shown: int
+) -> None:
+    for seconds in range(1, rows + 1):
+        began = factories.ago(hours=1)
+        factories.InboxMessageFactory(
+            created_at=began,
+            started_at=began,
+            processed_at=began + dt.timedelta(seconds=seconds),
+        )
+    [(stage, _, processing, critical)] = recent.last_processed("default")
+
+    assert (stage, processing, critical) == ("orders.place", shown, shown)
+    assert "Processing <small>p95</small>" in viewer.get(URL).content.decode()
+
+
 def test_the_chart_counts_each_hour_and_remembers_closed_periods(
     viewer: Client,
 ) -> None:
