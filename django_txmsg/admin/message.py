@@ -23,10 +23,14 @@ from django.shortcuts import render
 
 from .. import conf, wire
 from ..consuming import deadline
+from ..dead_letters import resolution
 from ..errors import InvalidMessage
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from ..models.dead_letter import Resolution
+from ..models.fields import clock
 from ..models.monitoring import Deed
 from ..monitoring import turns
+from ..sending import undoing
 from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
 from .audit import audit, audited
@@ -191,8 +195,16 @@ def _of_letter(letter: DeadLetter) -> Iterator[Event]:
     times = f", death {letter.deaths}" if letter.deaths > 1 else ""
     yield Event(letter.created_at, "buried", where, f"{letter.reason}{times}", "bad")
     if letter.resolved_at is not None:
-        by = f"by {letter.resolved_by}" if letter.resolved_by else ""
+        by = _resolved_by(letter)
         yield Event(letter.resolved_at, letter.resolution, where, by, "good")
+
+
+def _resolved_by(letter: DeadLetter) -> str:
+    """Return who has resolved a dead letter, or why it was closed without an
+    operator."""
+    if letter.resolved_by == undoing.GONE_ON:
+        return "because its flow has gone on"
+    return f"by {letter.resolved_by}" if letter.resolved_by else ""
 
 
 #: Most attempts that are shown, newest first.
@@ -227,6 +239,10 @@ class MessagePages(Pages):
             letters = list(rows.defer("body").order_by("pk"))
             for letter in letters:
                 letter.order = turns.note(letter)
+                letter.by = _resolved_by(letter)
+                if letter.resolution == Resolution.DISCARDED:
+                    row = next((o for o in inbox if o.stage == letter.stage), None)
+                    letter.revoked = resolution.revoked_why(letter, row, clock(using))
         known = [*outbox, *inbox, *letters]
         if not known:
             why = (

@@ -58,7 +58,7 @@ def redeliver(
     for letter in batch:
         stage, row = letter.stage, known.get((letter.message_id, letter.stage))
         topic = wire.is_topic(letter.destination)
-        if revoked := _revoked(letter, row, now):
+        if revoked := revoked_why(letter, row, now):
             tally.skipped[letter.pk] = revoked
             gone.append(letter)
         elif row is not None and row.processed_at is not None and not force:
@@ -95,7 +95,7 @@ def redeliver(
         )
 
 
-def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> str:
+def revoked_why(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> str:
     """Return why a dead letter must be closed instead of redelivered, or "".
 
     A dead letter is closed in two cases. The message was revoked. Or the message is a
@@ -203,7 +203,7 @@ def restore(
     known, kept, now = _known(batch, using), [], clock(using)
     for letter in batch:
         row = known.get((letter.message_id, letter.stage))
-        if revoked := _revoked(letter, row, now):
+        if revoked := revoked_why(letter, row, now):
             tally.skipped[letter.pk] = revoked
         else:
             kept.append(letter.pk)
@@ -264,7 +264,7 @@ def redeliver_copy(
         if not _resolve([letter], using, resolution, by, replaced_by=other_id):
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
         row = _known([letter], using).get((letter.message_id, letter.stage))
-        if revoked := _revoked(letter, row, clock(using)):
+        if revoked := revoked_why(letter, row, clock(using)):
             raise TxmsgError(f"No copy was sent: {revoked}.")
         if letter.stage in _stages_here(using, [letter]):
             _park_copy(letter, copy, using)

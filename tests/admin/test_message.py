@@ -16,7 +16,8 @@ from django.test import Client
 from django.utils import timezone
 
 from django_txmsg import conf, wire
-from django_txmsg.models import OutboxMessage
+from django_txmsg.models import InboxMessage, OutboxMessage
+from django_txmsg.sending import undoing
 from tests import factories
 
 SCRIPT = "<script>alert('x')</script>"
@@ -72,6 +73,27 @@ def test_page_shows_facts_timeline_attempts_and_body(operator: Client) -> None:
     assert "north" in page
     assert "ValueError: no stock" in page
     assert "&quot;order&quot;: 1" in page
+
+
+@pytest.mark.parametrize("by", [undoing.GONE_ON, "linus"])
+def test_revoked_message_is_not_offered_for_restoring(
+    operator: Client, by: str
+) -> None:
+    letter = factories.DeadLetterFactory(discarded=True, resolved_by=by)
+    row = factories.InboxMessageFactory(
+        message_id=letter.message_id, stage=letter.stage, dead=True
+    )
+    before = operator.get(url(letter.message_id)).content.decode()
+    InboxMessage.objects.filter(pk=row.pk).update(revoked_at=timezone.now())
+
+    page = operator.get(url(letter.message_id)).content.decode()
+
+    assert "Restore…" in before
+    assert "Restore…" not in page
+    assert "It cannot be restored: its flow has gone on without it." in page
+    assert "by revoked" not in page
+    gone_on = "because its flow has gone on" in page
+    assert gone_on == (by == undoing.GONE_ON)
 
 
 def test_timeline_shows_the_time_between_steps(operator: Client) -> None:
