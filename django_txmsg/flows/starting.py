@@ -71,7 +71,9 @@ def start(
 
     Raises AlreadyRunning if a run of this `key` is open, TransactionRequired outside a
     transaction, and InvalidMessage for a body of another type. Raises FlowError in a
-    stage whose `transaction` is not "outbox", except inside an outbox session.
+    stage whose `transaction` is not "outbox", except inside an outbox session. At
+    REPEATABLE READ or SERIALIZABLE, raises IntegrityError if the open run was committed
+    after this transaction began: repeat the transaction.
     """
     if on_conflict not in ("error", "skip"):
         raise ConfigurationError(

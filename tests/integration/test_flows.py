@@ -8,12 +8,13 @@ import json
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from django.db import connection, connections, transaction
+from django.db import IntegrityError, connection, connections, transaction
 from django.db.models import F, Model
 
 from django_txmsg import (
@@ -280,6 +281,43 @@ def test_second_run_of_an_open_key_is_refused() -> None:
     drain()
     Order.objects.all().delete()
     assert place().pk != run.pk
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("on_conflict", ["error", "skip"])
+def test_start_at_repeatable_read_cannot_see_a_run_of_a_later_transaction(
+    on_conflict: Any,
+) -> None:
+    def begin() -> Any:
+        return start(Checkout, PlaceOrder("2"), key="1", on_conflict=on_conflict)
+
+    def begin_late() -> None:
+        with transaction.atomic():
+            with connection.cursor() as cursor:
+                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+                cursor.execute("SELECT 1")
+            with ThreadPoolExecutor(1) as elsewhere:
+                elsewhere.submit(placed_elsewhere).result(30)
+            begin()
+
+    with pytest.raises(IntegrityError):
+        begin_late()
+    run = Run.objects.get()
+    # The repeated transaction sees the run.
+    if on_conflict == "skip":
+        with transaction.atomic():
+            assert begin().pk == run.pk
+        return
+    with pytest.raises(AlreadyRunning) as raised, transaction.atomic():
+        begin()
+    assert raised.value.run_id == run.run_id
+
+
+def placed_elsewhere() -> None:
+    try:
+        place("1")
+    finally:
+        connection.close()
 
 
 def test_a_run_that_ends_while_another_starts_gives_its_key_back() -> None:
