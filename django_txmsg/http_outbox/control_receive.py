@@ -22,10 +22,11 @@ from django.db.models import Count, Q
 from django.db.models.functions import Now
 from django.utils import timezone
 
-from .. import conf, signals
+from .. import conf, rules, signals
 from ..brokers.base import Delivery
 from ..errors import BrokerError
 from ..models import OutboxMessage, SessionRecord
+from ..models.fields import Holds
 from ..models.http_outbox import SessionStatus
 from ..models.outbox import PENDING
 from ..runtime import database_health
@@ -147,7 +148,7 @@ class Pending:
             .aggregate(
                 count=Count("pk"),
                 due=Count("pk", filter=due),
-                leased=Count("pk", filter=due & Q(lease_until__gt=Now())),
+                leased=Count("pk", filter=due & Q(Holds(rules.LEASED, now=Now()))),
             )
         )
         return cls(**found)
@@ -290,7 +291,7 @@ def _left_behind(using: str, group: uuid.UUID) -> bool:
     ago = Now() - dt.timedelta(seconds=LOOK_AT_GROUPS_EVERY)
     rows = OutboxMessage.objects.using(using).filter(PENDING, session_id=group)
     late = rows.filter(due_at__lte=Now(), created_at__lt=ago)
-    return late.exclude(lease_until__gt=Now()).exists()
+    return late.filter(Holds(rules.NOT_LEASED, now=Now())).exists()
 
 
 def _ship(

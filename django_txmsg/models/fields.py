@@ -45,7 +45,7 @@ def began_sql(connection: Any) -> str:
     value."""
     if connection.vendor == "postgresql":
         return "statement_timestamp()"
-    return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+    return now_sql(connection)
 
 
 def later_sql(connection: Any) -> str:

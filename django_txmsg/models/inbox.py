@@ -25,6 +25,7 @@ from ..django_internals import raw
 from ..rules.inbox import BLOCKED, OPEN
 from .claiming import bounds, claim_sql
 from .fields import (
+    Holds,
     SqlManager,
     began_sql,
     ids_sql,
@@ -399,7 +400,7 @@ class InboxManager(SqlManager):
         """Return the seconds until a stage's next parked message is due, or None if
         there is none. Messages that a worker has claimed, or that need newer code, are
         ignored."""
-        free = Q(lease_until=None) | Q(lease_until__lte=Now())
+        free = Holds(rules.NOT_LEASED, now=Now())
         rows = self.filter(free, stage=stage, due_at__isnull=False, needs_version=None)
         first = rows.order_by("due_at", "id").annotate(now=Now())
         found = first.values_list("due_at", "now").first()

@@ -12,8 +12,9 @@ from django.db import IntegrityError, models, transaction
 from django.db.models import F, Q
 from django.db.models.functions import Now
 
+from .. import rules
 from .bulk_operation import BulkOperation
-from .fields import Later
+from .fields import Holds, Later
 
 # What was wrong, from when to when, and whether it was reported.
 #
@@ -65,7 +66,7 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
     def claim(self, alert: Alert) -> bool:
         """Reserve the delivery of an alert for LEASE seconds. Returns False if another
         process has reserved it."""
-        free = Q(lease_until=None) | Q(lease_until__lt=Now())
+        free = Holds(rules.NOT_LEASED, now=Now())
         claimed = self.filter(free, pk=alert.pk, delivered=alert.delivered).update(
             lease_until=Later(LEASE)
         )
