@@ -467,6 +467,54 @@ def test_a_message_processed_before_it_was_due_is_not_counted_unread(
     assert judged(spark, spec) == expected
 
 
+def heard(log: Log, stage: str, sent: dict[str, Any], after: dt.timedelta) -> None:
+    """Let a stage receive a message of a topic some time after it was stored."""
+    log.receive(
+        [{"message_id": sent["message_id"], "destination": sent["destination"],
+          "stage": stage, "created_at": sent["created_at"],
+          "first_received_at": sent["created_at"] + after}]
+    )  # fmt: skip
+
+
+def alike(spark: Any, spec: JobSpec, *logs: Log, **options: Any) -> list[Counts]:
+    """Return the counts of four runs: when all rows are live, when those of the first
+    of these logs are archived, when all of them are, and from the journeys."""
+    assert spec.lake is not None
+    found = [judged(spark, spec, keep=False, **options)]
+    archive(spark, logs[0], spec.lake)
+    found.append(judged(spark, spec, keep=False, **options))
+    for log in logs:
+        archive_all(spark, log, spec.lake)
+    return found + [judged(spark, spec, **options) for _ in range(2)]
+
+
+def test_a_stages_first_message_may_have_waited(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """The relay was away for two hours before a stage received its first message. The
+    first message of another topic was delayed."""
+    log: Log = make_log("sqlite")
+    away, prompt, delayed = (
+        {"message_id": uuid.uuid4(), "destination": topic, "created_at": stored}
+        for topic, stored in (
+            (TOPIC, LONG_AGO), (TOPIC, LONG_AGO + 3 * HOUR), ("topic:later", LONG_AGO),
+        )
+    )  # fmt: skip
+    due = {"due_at": LONG_AGO + 5 * HOUR, "dispatched_at": LONG_AGO + 5 * HOUR}
+    log.send([{**away, "dispatched_at": LONG_AGO + 2 * HOUR}, prompt])
+    log.send([{**delayed, **due}])
+    for sent, after in (
+        (away, 2 * HOUR),
+        (prompt, SECOND),
+        (delayed, 5 * HOUR + SECOND),
+    ):
+        heard(log, "s", sent, after)
+
+    found = alike(spark, JobSpec((log.spec,), lake), log)
+
+    assert found == 4 * [{TOPIC: {"late": 1, "ok": 1}, "topic:later": {"ok": 1}}]
+
+
 @pytest.mark.matrix
 def test_a_lakes_path_may_contain_a_day(spark, make_log, tmp_path: Path) -> None:
     log: Log = make_log("sqlite")

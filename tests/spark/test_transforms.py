@@ -487,6 +487,38 @@ def test_a_delayed_message_is_owed_to_who_listens_when_it_is_due(spark) -> None:
     assert {row.over for row in kept(merged(of_each), listeners).collect()} == {True}
 
 
+def test_a_letter_goes_with_its_message_wherever_that_is_expected(spark) -> None:
+    """Two delayed messages died at the relay when they were due, and are discarded. A
+    listener of one of them had been added while it waited. Nobody listened to the
+    other."""
+    place = ("topic:t", "topic:silent")
+    messages = sent(
+        spark,
+        ("a", "refused", place[0], at(0), None, None, at(301)),
+        ("a", "unheard", place[1], at(0), None, None, at(301)),
+        due_at=at(300),
+    )
+    resolved = letters(
+        spark,
+        ("a", "", "refused", place[0], at(0), at(301), "discarded", at(360)),
+        ("a", "", "unheard", place[1], at(0), at(301), "discarded", at(360)),
+    )
+    listeners = expected(
+        spark, (place[0], "b/old", at(-1)), (place[0], "b/new", at(200)),
+        (place[1], "b/later", at(400)),
+    )  # fmt: skip
+
+    verdicts = reconcile(
+        messages, received(spark), listeners, resolved, horizon=HORIZON, late_after=LATE
+    )
+
+    rows = verdicts.select("message_id", "consumer", "verdict").collect()
+    assert sorted(map(tuple, rows)) == [
+        ("refused", "b/new", "discarded"), ("refused", "b/old", "discarded"),
+        ("unheard", None, "discarded"),
+    ]  # fmt: skip
+
+
 def test_places_tell_who_listens_and_how_long_messages_take(spark) -> None:
     rows = received(
         spark,
@@ -548,7 +580,9 @@ def model(
     """Compute the verdicts of `reconcile` in plain Python, with dictionaries and
     loops."""
     stored: dict[tuple[str, str, str], list[Any]] = {}
+    whole: dict[tuple[str, str], list[Any]] = {}
     for number, destination, minute, fate in sends:
+        whole.setdefault((str(number), destination), []).append((minute, fate))
         due = [""]
         if destination != "q":
             due = [c for c, since in listeners.items() if minute >= since] or [""]
@@ -564,6 +598,8 @@ def model(
     for key in stored.keys() | receipt.keys():
         message, destination, pair = key
         rows, sent_rows = receipt.get(key, []), stored.get(key, [])
+        if not sent_rows:  # It was not expected there.
+            sent_rows = whole.get((message, destination), [])
         all_dead = bool(sent_rows) and all(f == "dead" for _, f in sent_rows)
         if destination != "q" and not pair and not all_dead:
             continue

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyspark.sql.functions as sf
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
 from ..schemas import struct_of
@@ -121,7 +121,7 @@ def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame
 
     A message to a queue has one consumer. If two consumers have processed it, it was
     processed twice. The consumers of a message to a topic are those of `expected` that
-    listened when it was due.
+    listened when it was due, and those that have received it.
 
     Sent and received messages are in the same frame, so that Spark shuffles them only
     once.
@@ -129,18 +129,52 @@ def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame
     wanted = expected.withColumnsRenamed(
         {"destination": "topic", "consumer": "listener"}
     )
-    # A dead letter of a topic's message that could not leave goes with that.
-    due_at = sf.coalesce("due_at", "begun_at")
     listens = (
         (sf.col("destination") == sf.col("topic"))
-        & (due_at >= sf.col("since"))
-        & (sf.col("until").isNull() | (due_at < sf.col("until")))
-        & (sf.col("pair") == "")
+        & (sf.col("due_at") >= sf.col("since"))
+        & (sf.col("until").isNull() | (sf.col("due_at") < sf.col("until")))
+        & (sf.col("stored") > 0)
     )
     owed = steps.join(sf.broadcast(wanted), listens, "left").withColumn(
         "pair", sf.coalesce("listener", "pair")
     )
-    return judge(merged(owed, "message_id", "destination", "pair"), by)
+    return judge(_complete(merged(owed, "message_id", "destination", "pair")), by)
+
+
+def _complete(journeys: DataFrame) -> DataFrame:
+    """Return journeys, one for each message and consumer, each with what is known of
+    the whole message. Only a topic's message has several.
+
+    A dead letter without a stage belongs to a message that could not leave, wherever
+    that is expected. And a message may have been received where it was not expected.
+    """
+    message = Window.partitionBy("message_id", "destination")
+    unexpected = (sf.col("stored") == 0) & sf.col("received_at").isNotNull()
+    of_letter = ("copied_at", *RESOLUTIONS.values())
+    first = ("stored_at", "due_at", "sender", "broker")
+    last = ("sent_again_at", "due_again_at", "dispatched_at", "died_at", "expires_at")
+    stored = sf.max("stored").over(message)
+    sent = {
+        **{name: sf.min(name).over(message) for name in first},
+        **{name: sf.max(name).over(message) for name in last},
+        "stored": stored,
+        # Each row may count other rows of the outbox than the next one.
+        **{
+            name: stored - sf.max(sf.col("stored") - sf.col(name)).over(message)
+            for name in ("died", "expire")
+        },
+    }
+    alone = {
+        name: sf.max(sf.when(sf.col("pair") == "", sf.col(name))).over(message)
+        for name in of_letter
+    }
+    return journeys.withColumns(
+        {name: sf.greatest(name, whole) for name, whole in alone.items()}
+        | {
+            name: sf.when(unexpected, whole).otherwise(sf.col(name))
+            for name, whole in sent.items()
+        }
+    )
 
 
 def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
