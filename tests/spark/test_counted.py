@@ -515,6 +515,45 @@ def test_a_stages_first_message_may_have_waited(
     assert found == 4 * [{TOPIC: {"late": 1, "ok": 1}, "topic:later": {"ok": 1}}]
 
 
+def test_a_delayed_message_does_not_show_in_a_footer_that_its_stage_listened(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """A stage began to listen while a message was delayed, and received it. It has not
+    received what had left before."""
+    log: Log = make_log("sqlite")
+    delayed, before, first, last = (
+        {"message_id": uuid.uuid4(), "destination": TOPIC,
+         "created_at": LONG_AGO + hours * HOUR}
+        for hours in (0, 1, 4, 6)
+    )  # fmt: skip
+    due = {"due_at": LONG_AGO + 5 * HOUR, "dispatched_at": LONG_AGO + 5 * HOUR}
+    log.send([delayed | due, before, first, last])
+    for stage in ("old", "new"):
+        heard(log, stage, delayed, 5 * HOUR + SECOND)
+        for one in (before, first, last)[stage == "new" :]:
+            heard(log, stage, one, SECOND)
+
+    assert alike(spark, JobSpec((log.spec,), lake), log) == 4 * [{TOPIC: {"ok": 7}}]
+
+
+def test_what_was_stored_before_since_may_have_left_later(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """A message was delayed for a day, and another one for 40 minutes."""
+    log: Log = make_log("sqlite")
+    since = LONG_AGO + 10 * HOUR
+    for stored, due in (
+        (LONG_AGO, LONG_AGO + DAY), (since - HOUR / 2, since + HOUR / 6),
+    ):  # fmt: skip
+        one = {"message_id": uuid.uuid4(), "created_at": stored}
+        log.send([{**one, "due_at": due, "dispatched_at": due}])
+        log.receive([{**one, "first_received_at": due}])
+
+    found = alike(spark, JobSpec((log.spec,), lake), log, since=since)
+
+    assert found == 4 * [{"orders.place": {"ok": 2}}]
+
+
 @pytest.mark.matrix
 def test_a_lakes_path_may_contain_a_day(spark, make_log, tmp_path: Path) -> None:
     log: Log = make_log("sqlite")

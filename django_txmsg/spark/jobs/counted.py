@@ -15,7 +15,8 @@ from ..errors import EnvironmentFault
 from ..lake import LakeTable
 from ..lakefile import LakeFile
 from ..tally import Line, Tally, tally_in
-from ..transforms import instant, micros
+from ..transforms import MICROSECOND, instant, micros
+from ..transforms.journeys import PROMPT
 from ..transforms.reconcile import OUTCOME
 
 #: Footers that are read at the same time: an object store is slow, but parallel.
@@ -63,18 +64,20 @@ def usable(
     with the counts that this run needs.
 
     No message of such a file took longer than `late_after`. If `since` is given, either
-    all messages of the file were sent before `since`, or none of them. A file whose
-    messages were sent before `since` comes without counts.
+    all messages of the file were dispatched before `since`, or all of them were sent
+    later. A file whose messages were dispatched before `since` comes without counts.
     """
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else micros(since)
+    # A message that left later is not finished.
+    left = PROMPT // MICROSECOND
     found: dict[LakeFile, Sequence[Line]] = {}
     for one, tally in known.items():
         if tally.slowest_us > limit:
             continue
         if start is None or min(line.first_us for line in tally.lines) >= start:
             found[one] = tally.lines
-        elif max(line.last_us for line in tally.lines) < start:
+        elif max(line.last_us for line in tally.lines) + left < start:
             found[one] = ()
     return found
 

@@ -60,7 +60,7 @@ from .listeners import Listener
 from .reading import WholeLog
 
 #: The definition of a journey and its format. Journeys of another version are rebuilt.
-VERSION = 5
+VERSION = 6
 #: Operations of the Delta library that do not change a table's content.
 _HARMLESS = frozenset(["ADD COLUMN", "OPTIMIZE", "VACUUM START", "VACUUM END"])
 

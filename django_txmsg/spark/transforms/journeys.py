@@ -235,13 +235,19 @@ def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
       that listened when the message was due. No other consumer may have processed the
       message.
 
+    The message must have been due and dispatched within PROMPT of its storing, because
+    a file counts it by that time. So must it have been received from a topic, because a
+    later receipt does not show that its stage listened since then.
+
     The verdict of a finished journey depends neither on the limit for late messages nor
     on the time of the judgement. For a topic, it still depends on the listeners,
     because a later run may find more of them.
     """
     topic, sending = is_topic(sf.col("destination")), sf.col("pair") == ""
     micros = {name: sf.unix_micros(name) for name in ("stored_at", "due_at")}
-    once = sf.col("stored") == 1
+    left_at = sf.greatest("due_at", "dispatched_at")
+    soon = left_at <= sf.col("stored_at") + sf.lit(PROMPT)
+    once = (sf.col("stored") == 1) & soon
     message = Window.partitionBy("message_id", "destination")
     rows = journeys.withColumns(
         {
@@ -262,7 +268,11 @@ def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
         -EARLY // MICROSECOND, PROMPT // MICROSECOND
     )
     # Its file has it on the day on which the message was sent.
-    receipt = prompt & (sf.unix_micros("told_at") == sf.col("_sent"))
+    receipt = (
+        prompt
+        & (sf.unix_micros("told_at") == sf.col("_sent"))
+        & (sf.col("received_at") <= sf.col("told_at") + sf.lit(PROMPT))
+    )
     listening = expected.groupBy(sf.col("destination").alias("_topic")).agg(
         sf.collect_list(
             sf.struct(
