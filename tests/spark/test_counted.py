@@ -536,6 +536,31 @@ def test_a_delayed_message_does_not_show_in_a_footer_that_its_stage_listened(
     assert alike(spark, JobSpec((log.spec,), lake), log) == 4 * [{TOPIC: {"ok": 7}}]
 
 
+def test_a_footer_shows_who_consumes_a_queue(spark, make_log, lake: LakeSpec) -> None:
+    """The inbox of a third service is complete for some hours only."""
+    shop, payments, erp = (make_log("sqlite", n) for n in ("shop", "payments", "erp"))
+    kept = {"outbox": 10_000, "inbox": 10_000}
+    spec = JobSpec((shop.spec, payments.spec, erp.spec), lake, kept)
+    got, recent = uuid.uuid4(), dt.datetime.now(dt.timezone.utc) - 5 * HOUR
+    shop.send(
+        [
+            {"message_id": got}, {"created_at": LONG_AGO + DAY},
+            {"message_id": (mail := uuid.uuid4()), "destination": "mails",
+             "created_at": recent},
+        ]
+    )  # fmt: skip
+    payments.receive([{"message_id": got}])
+    erp.receive(
+        [{"id": 77, "message_id": mail, "destination": "mails",
+          "first_received_at": recent}]
+    )  # fmt: skip
+
+    found = alike(spark, spec, shop, payments)
+
+    expected = {"orders.place": {"ok": 1, "never_received": 1}, "mails": {"ok": 1}}
+    assert found == 4 * [expected]
+
+
 def test_what_was_stored_before_since_may_have_left_later(
     spark, make_log, lake: LakeSpec
 ) -> None:

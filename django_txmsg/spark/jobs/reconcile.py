@@ -216,12 +216,17 @@ def run_reconcile(
         settled = journeys.read(but=tallied)
         known = rest if settled is None else rest.unionByName(settled)
         clocks = differences(there, lines)
+        receivers = {(one.receiver, one.destination) for one in there}
+        receivers |= {
+            (one.consumer.partition("/")[0], one.destination)
+            for one in lines
+            if one.consumer
+        }
         by = dataclasses.replace(
             least,
-            receivers={(one.receiver, one.destination) for one in there}
+            receivers=receivers
             | {(one.service, one.destination) for one in spec.subscriptions},
-            received={one.destination for one in there}
-            | {one.destination for one in lines},
+            received={destination for _, destination in receivers},
             clocks=[
                 (one.sender, one.receiver, one.ahead // MICROSECOND) for one in clocks
             ],
