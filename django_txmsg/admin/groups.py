@@ -83,7 +83,6 @@ class GroupPages(Pages):
         may_note = may(request, "redeliver_deadletter")
         insist(may_note and self._admin.has_view_permission(request))
         using = router.db_for_write(FailureNote)
-        above = request.POST.get("above", "")[:9]
         fingerprint, lasts = given(request, "fingerprint"), request.POST.get("for", "")
         duration = MUTES.get(lasts)
         known = FailureNote.objects.using(using).filter(fingerprint=fingerprint).first()
@@ -96,7 +95,7 @@ class GroupPages(Pages):
                     note=given(request, "note"),
                     muted=request.POST.get("muted") == "1",
                     duration=duration,
-                    above=int(above) if above.isdecimal() else None,
+                    above=_limit(given(request, "above")),
                     by=request.user.get_username(),
                     seen=request.POST.get("seen"),
                 )
@@ -150,6 +149,18 @@ class GroupPages(Pages):
             "fields": hidden_fields(filters),
         }
         return render(request, "admin/django_txmsg/affected.html", context)
+
+
+def _limit(text: str) -> int | None:
+    """Return the limit of a mute. An empty text means no limit; any other text that is
+    not a limit must not mean that."""
+    if not text:
+        return None
+    if not text.isdecimal() or len(text) > 9 or not int(text):
+        raise TxmsgError(
+            f"The limit of a mute is a number from 1 to 999999999, not {text!r}."
+        )
+    return int(text)
 
 
 def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:

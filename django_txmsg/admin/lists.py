@@ -57,8 +57,8 @@ class WorkerAdmin(ReadOnlyAdmin):
     normally."""
 
     list_display = (
-        "state", "kind", "service", "version", "host", "pid", "consumes", "in_flight",
-        "heartbeat", "started",
+        "state", "kind", "service", "version", "host", "process", "consumes",
+        "in_flight", "heartbeat", "started",
     )  # fmt: skip
     change_list_template = "admin/django_txmsg/workers.html"
     list_filter = ("kind",)
@@ -106,6 +106,9 @@ class WorkerAdmin(ReadOnlyAdmin):
         """The worker's state. The state is "silent" if the last heartbeat is too old,
         and otherwise "alive"."""
         return display.badge("alive" if worker.lives(worker.now) else "silent")
+
+    # Text: Django would separate the thousands.
+    process = display.column("pid", str, "pid")
 
     @admin.display(description="stages")
     def consumes(self, worker: Worker) -> SafeString | str:

@@ -209,6 +209,21 @@ def test_a_note_is_kept_and_audited(operator: Client, viewer: Client) -> None:
     assert operator.get(f"{URL}note/").status_code == 405
 
 
+@pytest.mark.parametrize("above", ["2.000", "0", "1" * 10, "many"])
+def test_bad_limit_of_a_mute_is_an_error_and_changes_nothing(
+    operator: Client, above: str
+) -> None:
+    letter = factories.DeadLetterFactory()
+    form = {"fingerprint": letter.fingerprint, "note": "Ask Ada", "muted": "1"}
+    operator.post(f"{URL}note/", {**form, "above": "2000"})
+
+    page = operator.post(f"{URL}note/", {**form, "above": above}, follow=True)
+
+    assert "The limit of a mute is a number" in page.content.decode()
+    assert FailureNote.objects.get().muted_above == 2000
+    assert LogEntry.objects.count() == 1
+
+
 def test_a_dead_letter_leads_to_its_message(viewer: Client) -> None:
     letter = factories.DeadLetterFactory()
 

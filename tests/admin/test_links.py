@@ -14,6 +14,8 @@ import pytest
 from django.apps import apps
 from django.contrib import admin
 from django.contrib.auth.models import Permission, User
+from django.db import connection
+from django.db.models import AutoField, BigAutoField
 from django.test import Client
 from django.urls import resolve
 from django.utils import timezone
@@ -92,6 +94,21 @@ def rows() -> list[str]:
     stored = OutboxMessage.objects.filter(dispatched_at=None)[0]
     messages = [dead.message_id, stored.message_id]
     return [f"{INDEX}outboxmessage/{one}/" for one in messages]
+
+
+@pytest.fixture
+def many_rows(db: None) -> None:
+    """Let ids begin at 12000, as in a database that has stored many rows."""
+    with connection.cursor() as cursor:
+        for model in apps.get_models():
+            if not isinstance(model._meta.pk, AutoField | BigAutoField):
+                continue
+            table = model._meta.db_table
+            if connection.vendor == "sqlite":
+                sql = "INSERT INTO sqlite_sequence (name, seq) VALUES (%s, 12000)"
+            else:
+                sql = "SELECT setval(pg_get_serial_sequence(%s, 'id'), 12000)"
+            cursor.execute(sql, [table])
 
 
 class Page(HTMLParser):
@@ -203,3 +220,61 @@ def test_all_permissions_together_lead_to_all_pages(
     pressed = {resolve(urlsplit(url).path).url_name for url, _, _ in buttons}
     acts = "stage_pause", "cancel", "note", "run_act", "bulk_cancel"
     assert pressed >= {f"django_txmsg_{one}" for one in acts}
+
+
+class Numbers(HTMLParser):
+    """The attributes of a page that a browser or our code reads as numbers, and that
+    have a localized number. `read` counts all such attributes."""
+
+    READ = frozenset(
+        (
+            *("href", "action", "formaction", "value", "id", "for", "min", "max", "d"),
+            *("x", "y", "x1", "x2", "y1", "y2", "width", "height", "viewbox"),
+        )
+    )
+    LOCALIZED = re.compile(r"\d,\d|(?<![\d.])[1-9]\d{0,2}(\.\d{3})+(?![\d.])")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.read, self.localized = 0, list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, found: list[tuple[str, str | None]]) -> None:
+        if tag == "path" and "class" not in dict(found):
+            return  # an icon of Django's
+        for name, value in found:
+            if name in self.READ:
+                self.read += 1
+                if self.LOCALIZED.search(value or ""):
+                    self.localized.append(f"<{tag} {name}={value!r}>")
+
+
+@pytest.mark.usefixtures("many_rows")
+def test_no_attribute_has_a_localized_number(
+    starts: list[str], admin_client: Client, monkeypatch: pytest.MonkeyPatch,
+    settings: Any,
+) -> None:  # fmt: skip
+    """A browser does not draw y="44,0", and no view finds the id 12.345."""
+    settings.LANGUAGE_CODE, settings.USE_THOUSAND_SEPARATOR = "de", True
+    factories.FailureNoteFactory(
+        fingerprint=shop.TIMEOUT[2], muted=True, muted_above=2000
+    )
+    factories.WorkerFactory(kind="relay", pid=20602)
+    pages: dict[str, str] = {}
+    given = admin_client.request
+
+    def request(**environ: Any) -> Any:
+        answer = given(**environ)
+        if "text/html" in answer.get("Content-Type", ""):
+            pages[environ["PATH_INFO"]] = answer.content.decode()
+        return answer
+
+    monkeypatch.setattr(admin_client, "request", request)
+    walk(admin_client, starts)
+
+    found = {url: Numbers(text) for url, text in pages.items()}
+    assert {url: one.localized for url, one in found.items() if one.localized} == {}
+    assert sum(one.read for one in found.values()) > 1000
+    assert f"{INDEX}run/12001/change/" in pages
+    assert "20602" in pages[INDEX]
+    assert not [url for url, text in pages.items() if "20.602" in text]
