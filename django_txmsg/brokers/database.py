@@ -26,6 +26,7 @@ from django.db import DataError, connections, transaction
 from django.db import Error as AnyDatabaseError
 
 from .. import conf, wire
+from ..django_internals import in_block
 from ..envelope.broker_url import split_url
 from ..errors import (
     MAX_SECONDS,
@@ -83,13 +84,14 @@ Result = TypeVar("Result")
 
 def ask(using: str, query: Callable[[], Result]) -> Result:
     """Query a database, and return the result. Raises BrokerUnavailable if the database
-    does not answer, and drops the connection if it is broken."""
+    does not answer or refuses the query, and drops the connection: the cause may be its
+    session, such as a search_path that a handler has set."""
     try:
         return query()
     except AnyDatabaseError as error:
         if not database_health.may_pass(error):
             raise
-        if database_health.is_away(error):
+        if database_health.is_away(error) or not in_block(connections[using]):
             database_health.discard(using)
         raise BrokerUnavailable(f"database {using!r}: {error}") from error
 

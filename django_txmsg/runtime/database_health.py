@@ -30,7 +30,7 @@ from django.db import (
 )
 from django.db import Error as AnyDatabaseError
 
-from ..django_internals import raw
+from ..django_internals import in_block, raw
 from ..envelope.failure import cause_of, text_of
 from . import liveness
 from .breaker import Breaker
@@ -222,7 +222,7 @@ class Retry:
     def failed(self, error: BaseException) -> None:
         """Record a refusal. If only the connection was broken, the next try need not
         wait. Otherwise it must wait for the end of a pause, or until the database is
-        available again.
+        available again. From the second refusal on, the next try has a new connection.
 
         Call this outside any atomic block.
         """
@@ -232,6 +232,8 @@ class Retry:
         self._failures += 1
         if broke and self._failures == 1:
             return
+        if self._failures > 1 and not in_block(connections[self._using]):
+            discard(self._using)  # the cause may be its session: a search_path, a role
         pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(self._failures - 1, 10))
         pause *= random.uniform(0.75, 1.25)  # noqa: S311 - jitter
         self._until = time.monotonic() + pause

@@ -34,7 +34,7 @@ from django_txmsg.scheduling.timetable import forget
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.app.models import Effect
 from tests.faults import wait_until
-from tests.running import at_work, committing, declared, put, running
+from tests.running import at_work, committing, declared, put, running, txmsg
 
 pytestmark = committing
 
@@ -262,6 +262,33 @@ def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
     assert (letter.reason, letter.attempts) == ("attempts_exhausted", 4)
     assert "quota exceeded" in letter.exception
     assert Effect.objects.count() == 2
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("queues", ["default", "other"])
+def test_connection_that_a_handler_has_spoiled_is_replaced(
+    queues: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler leaves a session with another search_path, in which no statement of the
+    package finds its table. The next message gets a new connection."""
+    monkeypatch.setitem(connections.databases["default"], "CONN_MAX_AGE", None)
+
+    def spoiling(message: Message) -> None:
+        handler(message)
+        if message.body == "first":
+            transaction.on_commit(lambda: ask("SET search_path TO nowhere"))
+
+    with (
+        txmsg(BROKERS={"default": {"URL": f"database://{queues}?poll=0.01"}}),
+        declared(spoiling, redelivery=REDELIVERED) as stage,
+    ):
+        put_three(stage.destination, "sound")
+        with running(stage):
+            wait_until(lambda: Effect.objects.count() == 3)
+            queue = QueueMessage.objects.using(queues)
+            wait_until(lambda: not queue.exists())
+    assert not Attempt.objects.exists()
+    assert not DeadLetter.objects.exists()
 
 
 def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
