@@ -24,7 +24,7 @@ from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run
-from django_txmsg.spark.schemas import INBOX, OUTBOX
+from django_txmsg.spark.schemas import DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.transforms.journeys import (
     JOURNEY,
@@ -503,3 +503,33 @@ def test_since_finds_an_archived_message_by_the_time_it_was_due(
     archived = run(spec, *judge, "--dry-run")["counts"]
 
     assert live == archived == run(spec, *judge)["counts"] == {"never_received": 1}
+
+
+def test_the_letters_of_a_replayed_message_are_read_however_old(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """A message died days ago, and was discarded. Then it was replayed."""
+    log: Log = make_log("sqlite")
+    spec, now = JobSpec((log.spec,), lake), dt.datetime.now(dt.timezone.utc)
+    message, stored, again = uuid.uuid4(), now - 10 * DAY, now - DAY / 12
+    log.send(
+        [
+            {"message_id": message, "created_at": stored},
+            {"message_id": message, "created_at": again, "replay_id": "r"},
+        ]
+    )
+    log.receive(
+        [{"message_id": message, "first_received_at": stored, "deliveries": 2,
+          "last_received_at": again, "dead_at": now - 9 * DAY}]
+    )  # fmt: skip
+    log.bury(
+        [{"message_id": message, "message_created_at": stored,
+          "created_at": now - 9 * DAY, "resolution": "discarded",
+          "resolved_at": now - 8 * DAY}]
+    )  # fmt: skip
+
+    for archived in (False, True):
+        if archived:
+            archive(spark, log, lake, table=DEAD_LETTERS)
+        for since in ((), ("--since", "24h")):
+            assert run(spec, *JUDGE, *since)["counts"] == {"discarded": 1}

@@ -53,6 +53,7 @@ from ..transforms.journeys import (
     kept,
     mark,
     merged,
+    parted,
     steps,
 )
 from .counted import tallies
@@ -360,11 +361,17 @@ class Journeys:
         received = read("inbox", RECEIVED, "first_received_at", "last_received_at")
         if resent.isEmpty():
             return [sent, received, letters]
-        # A message that was replayed may have been received long ago.
-        whole, those = self._unsettled("inbox", RECEIVED), resent.select("message_id")
-        others = received.join(those, "message_id", "left_anti")
-        replayed = whole.join(those, "message_id", "left_semi")
-        return [sent, others.unionByName(replayed), letters]
+        # A message that was replayed may have been received, and died, long ago.
+        those = resent.select("message_id")
+        recent = {"inbox": received, "dead_letters": letters}
+        return [sent] + [
+            rows.join(those, "message_id", "left_anti").unionByName(
+                self._unsettled(table, _SIDES[table]).join(
+                    those, "message_id", "left_semi"
+                )
+            )
+            for table, rows in recent.items()
+        ]
 
     def listening(self, since: dt.datetime | None) -> DataFrame | None:
         """Return older steps that `rest(since)` leaves out. They show which stages
@@ -482,17 +489,6 @@ def marks_of(rows: DataFrame, found: bool = True) -> DataFrame | None:
         return rows.sparkSession.createDataFrame([], "mark long")
     marks = rows.select(mark().alias("mark")).distinct().localCheckpoint()
     return marks if marks.count() <= BROADCAST else None
-
-
-def parted(rows: DataFrame, marks: DataFrame) -> tuple[DataFrame, DataFrame]:
-    """Return two frames: the rows of marked messages, and all other rows. Two messages
-    may have the same mark by chance, so the first frame may also contain rows of other
-    messages."""
-    marked, names = rows.withColumn("mark", mark()), rows.columns
-    return (
-        marked.join(sf.broadcast(marks), "mark", "left_semi").select(*names),
-        marked.join(sf.broadcast(marks), "mark", "left_anti").select(*names),
-    )
 
 
 def _day_of(since: dt.datetime) -> dt.date:

@@ -32,12 +32,12 @@ from ..spec import JobSpec
 from ..tally import Line
 from ..transforms import MICROSECOND, timestamp
 from ..transforms import reconcile as judging
-from ..transforms.journeys import EXPECTED, is_topic
+from ..transforms.journeys import EXPECTED, is_topic, parted
 from ..transforms.reconcile import FINDINGS, LOST, STUCK, Judgement
 from .counted import as_outcome, received_by_all, usable
 from .findings import described, known_findings, standing_findings
 from .flows import Flows
-from .journeys import Journeys, marks_of, parted
+from .journeys import Journeys, marks_of
 from .listeners import (
     Listener,
     Place,

@@ -223,6 +223,17 @@ def mark() -> Column:
     return sf.xxhash64("message_id")
 
 
+def parted(rows: DataFrame, marks: DataFrame) -> tuple[DataFrame, DataFrame]:
+    """Return two frames: the rows of marked messages, and all other rows. Two messages
+    may have the same mark by chance, so the first frame may also contain rows of other
+    messages."""
+    marked, names = rows.withColumn("mark", mark()), rows.columns
+    return (
+        marked.join(sf.broadcast(marks), "mark", "left_semi").select(*names),
+        marked.join(sf.broadcast(marks), "mark", "left_anti").select(*names),
+    )
+
+
 def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
     """Return KEPT rows: the journeys, each with a flag that says whether the journey is
     finished. If `journeys` contains one journey of a message, it must contain all
