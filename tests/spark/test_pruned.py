@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from dataclasses import replace
 
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from tests.spark.running import outcome, run
@@ -76,6 +77,24 @@ def test_no_verdict_where_the_senders_outbox_is_pruned(spark, make_log) -> None:
 
         assert facts["counts"] == {"dead": 1, "unknown_sender": 1}
         assert facts["not_judged"] == 1
+
+
+def test_a_pruned_sender_may_have_had_another_name(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    payments.receive(
+        [
+            {"message_id": one, "first_received_at": NOW - 10 * DAY, "service": name}
+            for one, name in zip(ids(2), ("shop", "store"), strict=True)
+        ]
+    )
+    renamed = replace(lake, former={"store": "shop"})
+    kept = {"outbox": 7, "inbox": 14}
+
+    facts = run(JobSpec((shop.spec, payments.spec), renamed, kept), *JUDGE)
+
+    assert (facts["counts"], facts["not_judged"]) == ({}, 2)
 
 
 def test_a_new_service_has_lost_what_was_sent_before_its_first_message(

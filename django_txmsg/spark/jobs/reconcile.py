@@ -293,6 +293,12 @@ def _judgement(
         since = since if len(standing) <= MOST else None
     late = dict(spec.late_after)
     general = late.pop("*", LATE_AFTER.total_seconds())
+    outbox_from = log.known_from("outbox")
+    former = spec.lake.former if spec.lake is not None else {}
+    # Old receipts name their sender as it was called.
+    outbox_from = {
+        old: outbox_from[new] for old, new in former.items() if new in outbox_from
+    } | outbox_from
     stuck = options.stuck_after
     if stuck is None:
         stuck = dt.timedelta(seconds=spec.stuck_after or STUCK_AFTER.total_seconds())
@@ -306,7 +312,7 @@ def _judgement(
         external=(*spec.external, *options.external),
         external_senders=(*spec.external_senders, *options.external_senders),
         task_brokers=[(one[0], one[1]) for one in spec.task_brokers],
-        outbox_from=log.known_from("outbox"),
+        outbox_from=outbox_from,
         inbox_from=log.known_from("inbox"),
         since=since,
         standing=standing,
