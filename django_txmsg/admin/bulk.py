@@ -21,7 +21,7 @@ from django.utils import timezone
 
 from .. import conf
 from ..dead_letters import bulk, selection
-from ..dead_letters.selection import Changed, Shown
+from ..dead_letters.selection import Changed, Shown, filter_text
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
@@ -44,22 +44,6 @@ PERMISSIONS = {
 AT_ONCE, PATIENCE = 200, 5.0
 
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
-
-
-def filter_text(filters: dict[str, Any]) -> str:
-    """Return a filter as text for people, without the service that is stored with
-    it."""
-    parts = []
-    for name, value in filters.items():
-        if name == "service":
-            continue
-        if name == "ids":
-            parts.append(f"{len(value)} selected")
-        elif name == "again":
-            parts.append("failed again")
-        else:
-            parts.append(f"{name} {value or '(relay)'}")
-    return ", ".join(parts) or "all"
 
 
 @admin.register(BulkOperation)

@@ -24,7 +24,7 @@ from django.shortcuts import render
 
 from .. import conf, wire
 from ..dead_letters import masking, selection
-from ..dead_letters.selection import Shown
+from ..dead_letters.selection import Shown, filter_text
 from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
 from ..models.bulk_operation import BulkKind
@@ -34,7 +34,7 @@ from ..monitoring import dead
 from . import display
 from .audit import audit, audited
 from .base import Pages, given, insist, may
-from .bulk import filter_text, hidden_fields, read_filter
+from .bulk import hidden_fields, read_filter
 
 #: Most groups on a page.
 MOST_GROUPS = 200

@@ -86,6 +86,22 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
     return letters
 
 
+def filter_text(filters: Mapping[str, Any]) -> str:
+    """Return a filter as text for people, without the service that is stored with
+    it."""
+    parts = []
+    for name, value in filters.items():
+        if name == "service":
+            continue
+        if name == "ids":
+            parts.append(f"{len(value)} selected")
+        elif name == "again":
+            parts.append("failed again")
+        else:
+            parts.append(f"{name} {value or '(relay)'}")
+    return ", ".join(parts) or "all"
+
+
 def insist_on_few_ids(filters: Mapping[str, Any]) -> None:
     """Raise TxmsgError if the filter has too many ids."""
     number = len(filters.get("ids", ()))

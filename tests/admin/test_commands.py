@@ -150,6 +150,35 @@ def test_restore_reopens_discarded_letters() -> None:
     assert letter.resolution == "open"
 
 
+@pytest.mark.parametrize(
+    ("action", "discarded", "why"),
+    [
+        ("redeliver", True, "discarded (restore it first)"),
+        ("discard", True, "discarded"),
+        ("restore", False, "open"),
+    ],
+)
+def test_action_that_does_not_apply_to_the_chosen_letters_says_why(
+    action: str, discarded: bool, why: str
+) -> None:
+    pk = factories.DeadLetterFactory(discarded=discarded).pk
+
+    with pytest.raises(CommandError) as refused:
+        run("dead_letters", action, str(pk))
+
+    assert str(refused.value) == f"Nothing to {action}: {pk} is {why}."
+    assert not BulkOperation.objects.exists()
+
+
+def test_audit_of_a_command_describes_its_filter_in_words() -> None:
+    letter = factories.DeadLetterFactory()
+    run("dead_letters", "discard", str(letter.pk), "--stage", letter.stage)
+    [entry] = AuditEntry.objects.all()
+    assert entry.text == (
+        f"Discard 1 dead letter; filter: stage {letter.stage}, 1 selected."
+    )
+
+
 def test_a_dry_run_says_how_many_and_does_nothing() -> None:
     factories.DeadLetterFactory.create_batch(3, created_at=factories.ago(days=2))
     fresh = factories.DeadLetterFactory()

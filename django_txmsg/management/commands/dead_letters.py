@@ -15,7 +15,7 @@ from typing import Any
 
 from django.core.management.base import CommandError, OutputWrapper
 from django.db import transaction
-from django.db.models import Count, Max, Min
+from django.db.models import Count, Max, Min, QuerySet
 
 from ... import conf, wire
 from ...dead_letters import bulk, masking, selection
@@ -26,6 +26,7 @@ from ...models.dead_letter import Resolution
 from ...models.fields import clock
 from ...models.monitoring import Deed
 from ...monitoring import dead, turns
+from ...sending.undoing import GONE_ON
 from ...stages import all_stages
 from ..terminal import (
     DatabaseCommand,
@@ -366,6 +367,8 @@ class Command(DatabaseCommand):
         report: Report,
     ) -> None:
         letters = selection.matching(action, filters, using=using)
+        if options["ids"] and options["shown"] is None and not letters.exists():
+            _refuse(action, selection.filtered(filters, using=using))
         if action != "restore" and not options["json"]:
             facts = selection.summary(letters)
             if action == "discard" and facts.in_doubt:
@@ -402,7 +405,8 @@ class Command(DatabaseCommand):
                 f"{action.capitalize()} {operation.subject}"
                 f"{operation.forced}"
                 f"{', one first' if options['one_first'] else ''}; "
-                f"filter: {filters or 'all'}{f'; why: {why}' if why else ''}.",
+                f"filter: {selection.filter_text(filters)}"
+                f"{f'; why: {why}' if why else ''}.",
                 operation=operation,
             )
         try:
@@ -428,6 +432,22 @@ class Command(DatabaseCommand):
         share = min(1.0, handled / operation.total) if operation.total else 1.0
         bar = "#" * round(share * 40)
         self.stderr.write(f"\r[{bar:<40}] {handled} of {operation.total}", ending="")
+
+
+def _refuse(action: str, letters: QuerySet[DeadLetter]) -> None:
+    """Raise CommandError, with the states of the chosen dead letters. Do nothing if
+    there are none: the command's other filters exclude them."""
+    found = []
+    rows = letters.order_by("pk").values_list("pk", "resolution", "resolved_by")
+    for pk, state, by in rows[:10]:
+        more = ""
+        if by == GONE_ON:
+            more = " (its flow has gone on)"
+        elif action == "redeliver" and state == Resolution.DISCARDED:
+            more = " (restore it first)"
+        found.append(f"{pk} is {state}{more}")
+    if found:
+        raise CommandError(f"Nothing to {action}: {', '.join(found)}.")
 
 
 def _require_use(action: str, options: dict[str, Any]) -> None:
