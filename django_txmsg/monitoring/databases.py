@@ -10,6 +10,7 @@ from collections.abc import Collection
 from django.db import connections, router
 
 from .. import conf, stages
+from ..brokers import find_broker
 from ..models import OutboxMessage
 from ..scheduling.timetable import recurring
 from ..stages import Stage
@@ -45,8 +46,11 @@ def with_tables() -> list[str]:
 def left_out() -> list[str]:
     """Return the databases in which migrations create our tables, although no known
     part of the project uses these databases. They may still contain messages, because
-    any code can store messages there with `using=`."""
+    any code can store messages there with `using=`. A database that a broker keeps its
+    queues in is not returned: it needs our tables for the queues."""
     known = {*in_use(), conf.get().LISTEN_DATABASE}  # the last: another route to one
+    brokers = map(find_broker, conf.get().BROKERS)
+    known |= {one.stored_in for one in brokers if one is not None}
     return [
         alias
         for alias in connections
