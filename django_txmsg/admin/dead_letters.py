@@ -24,7 +24,7 @@ from . import display
 from .base import MessageAdmin, MessageList, address
 from .bulk import PERMISSIONS, ConfirmPages
 from .copy import CopyPages
-from .counting import OLDER, count, listed
+from .counting import CAP, OLDER, count, listed
 from .filters import BetweenFilter, CountingFilter, filter_of, read_time
 from .groups import GroupPages
 
@@ -35,12 +35,13 @@ MOST_CHOICES = 100
 
 
 class DeadFilter(CountingFilter):
-    """A filter whose choices show how many open dead letters they have."""
+    """A filter whose choices show how many dead letters of the chosen resolution (by
+    default, open ones) they have."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Yield the choices, each with its number of open dead letters. All filters of
-        a page share one query."""
-        counts = open_counts(request, model_admin)[str(self.parameter_name)]
+        """Yield the choices, each with its number of dead letters. All filters of a
+        page share one query."""
+        counts = counts_of_choices(request, model_admin)[str(self.parameter_name)]
         for value, number in counts.items():
             yield value, f"{value or '(relay)'} ({number})"
 
@@ -52,8 +53,8 @@ class FingerprintFilter(DeadFilter):
     parameter_name = "fingerprint"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Yield the errors with their numbers of open dead letters."""
-        counts = open_counts(request, model_admin)
+        """Yield the errors with their numbers of dead letters."""
+        counts = counts_of_choices(request, model_admin)
         letters = model_admin.get_queryset(request).filter(
             pk__in=[counts["newest"][value] for value in counts["fingerprint"]]
         )
@@ -111,23 +112,39 @@ FILTERS = (
 )
 
 
-def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, Any]]:
-    """Count the open dead letters by stage, by destination, by fingerprint and by
-    reason, the largest count first. All filters of a page use the result of one query.
-    The entry "newest" maps each fingerprint to the primary key of its newest dead
-    letter."""
+def counts_of_choices(
+    request: HttpRequest, model_admin: Any
+) -> dict[str, dict[str, Any]]:
+    """Count the dead letters of the chosen resolution (by default, the open ones) by
+    stage, by destination, by fingerprint and by reason, the largest count first. All
+    filters of a page use the result of one query. The entry "newest" maps each
+    fingerprint to the primary key of its newest dead letter.
+
+    An index has the values of open dead letters only. So of the others, only the newest
+    are counted.
+    """
     kept: dict[str, dict[str, Any]] | None = getattr(request, "_txmsg_counts", None)
     if kept is not None:
         return kept
-    found = dead.by_error(model_admin.get_queryset(request).db)
+    using = model_admin.get_queryset(request).db
+    names, more = ("stage", "destination", "fingerprint", "reason"), ""
+    resolution = request.GET.get("resolution", Resolution.OPEN)
+    found: list[tuple[Any, int, int]]  # a dead letter or a group, its count and newest
+    if resolution == Resolution.OPEN:
+        found = [(one, one.count, one.example) for one in dead.by_error(using)]
+    else:
+        letters = DeadLetter.objects.using(using).filter(resolution=resolution)
+        newest = letters.only(*names).order_by("-pk")[:CAP]
+        found = [(one, 1, one.pk) for one in newest]
+        more = "+" if len(found) == CAP else ""
     kept = {"newest": {}}
-    for name in ("stage", "destination", "fingerprint", "reason"):
+    for name in names:
         counts: Counter[str] = Counter()
-        for one in found:
-            counts[getattr(one, name)] += one.count
-        kept[name] = {v: f"{n:,}" for v, n in counts.most_common(MOST_CHOICES)}
-    for one in sorted(found, key=lambda each: each.example):
-        kept["newest"][one.fingerprint] = one.example
+        for one, number, _ in found:
+            counts[getattr(one, name)] += number
+        kept[name] = {v: f"{n:,}{more}" for v, n in counts.most_common(MOST_CHOICES)}
+    for one, _, example in sorted(found, key=lambda each: each[2]):
+        kept["newest"][one.fingerprint] = example
     request._txmsg_counts = kept  # type: ignore[attr-defined]  # kept on the request
     return kept
 

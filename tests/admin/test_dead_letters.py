@@ -13,6 +13,7 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.test import Client
 
+from django_txmsg.admin import dead_letters as admin_dead_letters
 from django_txmsg.models import FailureNote
 from django_txmsg.monitoring import alarms, status
 from tests import factories
@@ -97,6 +98,26 @@ def test_the_list_is_filtered(operator: Client) -> None:
     page = operator.get(URL, {"resolution": "open"}).content.decode()
     assert "open (3)" in page
     assert "mail.send (1)" in page
+
+
+def test_choices_count_the_dead_letters_of_the_chosen_resolution(
+    operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        factories.DeadLetterFactory(
+            stage="mail.send", discarded=True, exception="OutOfStock: 0 left",
+            fingerprint="b" * 16,
+        )  # fmt: skip
+    factories.DeadLetterFactory(stage="orders.place")
+
+    page = operator.get(URL, {"resolution": "discarded"}).content.decode()
+    monkeypatch.setattr(admin_dead_letters, "CAP", 2)
+    capped = operator.get(URL, {"resolution": "discarded"}).content.decode()
+
+    assert "mail.send (2)" in page
+    assert "OutOfStock: 0 left (2)" in page
+    assert "orders.place (1)" not in page
+    assert "mail.send (2+)" in capped
 
 
 def test_a_dead_letter_is_found_by_its_ids(operator: Client) -> None:
