@@ -74,7 +74,10 @@ class Command(BaseCommand):
         limit = options["limit"]
         if options["action"] == "list":
             limit = 50 if limit is None else max(limit, 0)
-            self._list(found[:limit], using, options["json"])
+            only_open = not (options["state"] or options["runs"])
+            none = f"No {'open ' * only_open}run matches."
+            none += " --state answered lists ended ones." * only_open
+            self._list(found[:limit], using, none, options["json"])
         elif limit is not None:
             raise CommandError("--limit is only for list.")
         elif options["action"] == "show":
@@ -84,10 +87,9 @@ class Command(BaseCommand):
         else:
             self._act(options["action"], found, using, options)
 
-    def _list(self, found: Any, using: str, as_json: bool) -> None:
+    def _list(self, found: Any, using: str, none: str, as_json: bool) -> None:
         now = clock(using)
         rows, lines = map(_facts, found), (_line(run, now) for run in found)
-        none = "No run matches."
         print_list(self.stdout, "runs", rows, lines, none, as_json=as_json)
 
     def _show(self, found: Any, using: str, as_json: bool) -> None:

@@ -61,13 +61,14 @@ def fire() -> None:
 
 
 def test_list_and_show_tell_what_runs_wait_for() -> None:
-    assert command("list") == "No run matches.\n"
+    none = "No open run matches. --state answered lists ended ones.\n"
+    assert command("list") == none
     run = waiting()
 
     line = command("list", "--flow", "acts.trip", "--key", "A-1")
     assert f"{run.run_id}  acts.trip A-1: approved waits for " in line
     assert command("list", "--state", "undo stuck") == "No run matches.\n"
-    assert command("list", "--older-than", "1h") == "No run matches.\n"
+    assert command("list", "--older-than", "1h") == none
     (listed,) = json.loads(command("list", "--json"))["runs"]
     assert (listed["step"], listed["waits_for"]) == ("approved", "resume")
     shown = json.loads(command("show", run.run_id, "--json"))
