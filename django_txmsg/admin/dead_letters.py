@@ -264,7 +264,7 @@ class DeadLetterAdmin(MessageAdmin):
 
     tries = display.column("attempts", int, "attempts")
 
-    age = display.column("age", display.age, "created_at")
+    age = display.column("last death", display.ago, "created_at")
 
     @admin.display(description="error")
     def error(self, letter: DeadLetter) -> str:

@@ -140,7 +140,9 @@ class InboxAdmin(MessageAdmin):
         text = f"{row.attempts} of {most}" if most else str(row.attempts)
         if row.deliveries > 1:
             text += f", delivered {row.deliveries} times"
-        return display.tried(text, row.last_error)
+        # One that waited, for its stage's rate for example, has not failed.
+        failed = row.processed_at is None or row.attempts > 1
+        return display.tried(text, row.last_error if failed else "")
 
     @admin.display(description="critical time")
     def critical(self, row: InboxMessage) -> str:

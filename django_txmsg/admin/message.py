@@ -20,6 +20,7 @@ from django.db import router
 from django.db.models import Q
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
+from django.utils import timezone
 
 from .. import conf, wire
 from ..consuming import deadline
@@ -119,6 +120,8 @@ def _in_order(nodes: dict[uuid.UUID, Node]) -> list[Node]:
 
 # A message's history from the tables: stored, dispatched, received, processed.
 
+NEXT_ATTEMPT = "next attempt"
+
 
 @dataclass
 class Event:
@@ -139,7 +142,8 @@ def timeline(
     attempts: Iterable[Attempt],
     letters: Iterable[DeadLetter],
 ) -> list[Event]:
-    """Return all recorded events of one message, oldest first."""
+    """Return all recorded events of one message, oldest first, and then the next
+    attempt."""
     events = [event for row in outbox for event in _of_outbox(row)]
     received = list(inbox)
     for row in received if not events else ():
@@ -154,9 +158,10 @@ def timeline(
         shown = "" if error == known else error
         events.append(Event(attempt.failed_at, what, attempt.stage, shown, "bad"))
     events += [event for letter in letters for event in _of_letter(letter)]
-    events.sort(key=lambda event: event.at)
+    # The next attempt may be overdue, but it is still to come.
+    events.sort(key=lambda event: (event.what == NEXT_ATTEMPT, event.at))
     for before, after in itertools.pairwise(events):
-        after.gap = after.at - before.at
+        after.gap = after.at - before.at if after.at >= before.at else None
     return events
 
 
@@ -168,7 +173,8 @@ def _of_outbox(row: OutboxMessage) -> Iterator[Event]:
     ):
         yield Event(row.due_at, "due", row.destination, "it was stored with a delay")
     if row.dispatched_at is not None:
-        detail = f"after {row.attempts} rejections" if row.attempts else ""
+        times = f"{row.attempts} rejection{'s' * (row.attempts != 1)}"
+        detail = f"after {times}" if row.attempts else ""
         yield Event(row.dispatched_at, "dispatched", row.destination, detail, "good")
     if row.cancelled_at is not None:
         why = row.last_error.partition(": ")[2]
@@ -187,7 +193,7 @@ def _of_inbox(row: InboxMessage) -> Iterator[Event]:
     if row.processed_at is not None:
         yield Event(row.processed_at, "processed", row.stage, "", "good")
     if row.due_at is not None:
-        yield Event(row.due_at, "next attempt", row.stage, "", "warn")
+        yield Event(row.due_at, NEXT_ATTEMPT, row.stage, "", "warn")
 
 
 def _of_letter(letter: DeadLetter) -> Iterator[Event]:
@@ -227,6 +233,7 @@ class MessagePages(Pages):
             outbox = list(rows.defer("body", "headers").order_by("pk"))
             for row in outbox:
                 row.key = bodies.shown_key(row)
+                row.expired = row.expires_at and row.expires_at <= timezone.now()
         if incoming:
             rows = InboxMessage.objects.using(using).filter(message_id=message_id)
             inbox = list(with_state(rows).defer("body", "headers").order_by("pk"))

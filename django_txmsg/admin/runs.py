@@ -123,10 +123,10 @@ class RunAdmin(RowPageAdmin):
         """What the run waits for."""
         return waits(run)
 
-    @admin.display(description="for")
+    @admin.display(description="since")
     def age(self, run: Run) -> SafeString:
-        """How long the run has waited, or how long ago it ended."""
-        return display.ago(run.ended_at) if run.ended_at else display.age(run.since)
+        """Since when the run has waited, or when it ended."""
+        return display.ago(run.ended_at or run.since)
 
     deadline = display.column("deadline", display.age, "due_at")
 

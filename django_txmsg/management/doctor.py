@@ -203,7 +203,7 @@ def _migrations(alias: str) -> Result:
     where = "" if alias == "default" else f" --database {alias}"
     return (
         BAD,
-        f"{len(missing)} migrations are missing, the first {missing[0]}",
+        f"migrations missing: {len(missing)}, the first {missing[0]}",
         f"Run manage.py migrate{where}.",
     )
 

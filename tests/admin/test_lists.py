@@ -37,6 +37,21 @@ def found(client: Client, url: str, **query: str) -> list[str]:
     return [str(row.message_id) for row in response.context["cl"].result_list]
 
 
+def test_processed_message_shows_an_error_only_if_an_attempt_failed(
+    viewer: Client,
+) -> None:
+    waited = {"attempts": 1, "last_error": "over the rate of 60/m"}
+    factories.InboxMessageFactory(**waited)
+    factories.InboxMessageFactory(attempts=2, last_error="ValueError: no stock")
+
+    page = viewer.get(INBOX).content.decode()
+
+    assert "over the rate" not in page
+    assert "no stock" in page
+    factories.InboxMessageFactory(parked=True, **waited)
+    assert "over the rate" in viewer.get(INBOX).content.decode()
+
+
 def test_the_outbox_is_filtered_by_state(viewer: Client) -> None:
     pending = factories.OutboxMessageFactory()
     overdue = factories.OutboxMessageFactory(created_at=factories.ago(minutes=9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import io
 import json
+import re
 import tracemalloc
 import uuid
 from collections.abc import Callable
@@ -107,6 +108,50 @@ def test_timeline_shows_the_time_between_steps(operator: Client) -> None:
     assert [event.what for event in events] == ["stored", "dispatched"]
     assert round(events[1].gap.total_seconds()) == 120
     assert "2 min later" in operator.get(url(row.message_id)).content.decode()
+
+
+def test_next_attempt_is_the_last_event_even_if_it_is_overdue(
+    operator: Client,
+) -> None:
+    row = factories.InboxMessageFactory(
+        parked=True,
+        created_at=factories.ago(minutes=6),
+        first_received_at=factories.ago(minutes=5),
+        due_at=factories.ago(minutes=3),
+    )
+    factories.DeadLetterFactory(
+        message_id=row.message_id,
+        created_at=factories.ago(minutes=4),
+        resolution="redelivered",
+        resolved_at=factories.ago(minutes=2),
+    )
+
+    *_, resolved, attempt = operator.get(url(row.message_id)).context["events"]
+
+    assert (resolved.what, attempt.what) == ("redelivered", "next attempt")
+    assert attempt.gap is None
+
+
+def test_outbox_row_says_in_words_what_became_of_it(viewer: Client) -> None:
+    sent = factories.OutboxMessageFactory(
+        dispatched=True, attempts=1, expires_at=factories.ago(minutes=2)
+    )
+    waits = factories.OutboxMessageFactory(expires_at=factories.ago(minutes=-5))
+    gone = factories.OutboxMessageFactory(
+        cancelled_at=timezone.now(),
+        dead_at=timezone.now(),
+        last_error="cancelled: by admin: a duplicate",
+    )
+
+    page = viewer.get(url(sent.message_id)).content.decode()
+    assert "after 1 rejection<" in page
+    assert re.search(r", expired <time[^>]*>2 min</time> ago", page)
+    page = viewer.get(url(waits.message_id)).content.decode()
+    assert re.search(r", expires <time[^>]*>in (5 min|4 min 59 s)</time>", page)
+    page = viewer.get(url(gone.message_id)).content.decode()
+    assert "by admin: a duplicate" in page
+    assert "cancelled: by admin" not in page.partition("<h2>Raw")[0]
+    assert "to broker" not in page
 
 
 def test_the_timeline_says_when_by_the_clock(viewer: Client) -> None:
