@@ -9,14 +9,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .. import conf
 from ..brokers.base import Delivery
 from ..envelope.redelivery import Dead, RedeliverAfter
 from ..models import InboxMessage, StageState
+from ..runtime import liveness
 from ..stages import Stage
 from .arrival import Outcome, Processed, Waiting
 
@@ -54,10 +55,20 @@ class Throttle:
         elif isinstance(outcome, Processed):
             self._failures = 0
 
-    def turn(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def turn(self, ends: Callable[[], bool]) -> Iterator[bool]:
         """Surround the processing of a message. While the stage is throttled, only one
-        thread at a time enters the block."""
-        return self._one_at_a_time if self.on else nullcontext()
+        thread at a time enters the block. Yields whether the message may be processed:
+        False if `ends` returns True, also while the thread waits."""
+        entered = False
+        while self.on and not entered and not ends():
+            liveness.turned()
+            entered = self._one_at_a_time.acquire(timeout=0.5)
+        try:
+            yield not ends()
+        finally:
+            if entered:
+                self._one_at_a_time.release()
 
 
 # Hop 6 in order: limits how many messages wait at an ordered stage.

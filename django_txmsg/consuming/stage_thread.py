@@ -106,10 +106,13 @@ class Parking:
         it last processed a parked message."""
         self._since += deliveries
 
+    @property
+    def may_be_due(self) -> bool:
+        """Whether a parked message may be due."""
+        return self.due.is_set() or not self.pause
+
     def claim(self) -> Parked | None:
         """Claim one due parked message under a lease. Returns None if there is none."""
-        if not self.due.is_set() and self.pause:
-            return None
         stage = self._stage
         rows = InboxMessage.objects.db_manager(stage.definition.using)
         parked = rows.claim_parked(stage.name, self.token, LEASE, stage.reads)
@@ -313,13 +316,13 @@ class StageThread:
             if more is None:
                 break
             deliveries.append(more)
-        if self._stopping.is_set() or self.paused.is_set():
-            # Received after the stop: they go back with the session, unprocessed.
-            self._close()
-            return
-        self._subscription.worked(received=True)
-        self._parking.waited_for(len(deliveries))
-        with self._throttle.turn():
+        with self._throttle.turn(self._ends) as may_work:
+            if not may_work:
+                # Received after the stop: they go back with the session, unprocessed.
+                self._close()
+                return
+            self._subscription.worked(received=True)
+            self._parking.waited_for(len(deliveries))
             self._work(session, deliveries)
             if self._throttle.on:
                 self._stopping.wait(self._settings.CONSUME.THROTTLE_PAUSE)
@@ -389,14 +392,17 @@ class StageThread:
             self.on_parked = False
 
     def _worked_parked(self, session: Session) -> bool:
-        parked = self._parking.claim()
-        if parked is None:
+        if not self._parking.may_be_due:
             return False
-        if self._stopping.is_set() or self.paused.is_set():
-            self._parking.give_back(parked)
-            return False
-        arrival = self._arrival(session, decoding.from_parked(parked), parked)
-        with self._throttle.turn():
+        # Claimed only in its turn: a lease would end while the thread waits.
+        with self._throttle.turn(self._ends) as may_work:
+            parked = self._parking.claim() if may_work else None
+            if parked is None:
+                return False
+            if self._ends():
+                self._parking.give_back(parked)
+                return False
+            arrival = self._arrival(session, decoding.from_parked(parked), parked)
             outcomes = self._decided([arrival])
         if outcomes is None and arrival.counted:
             with contextlib.suppress(AnyDatabaseError):  # its lease ends by itself
@@ -404,6 +410,10 @@ class StageThread:
         for outcome in outcomes or ():
             self._note(outcome)
         return True
+
+    def _ends(self) -> bool:
+        """Return whether the thread must not process any further message now."""
+        return self._stopping.is_set() or self.paused.is_set()
 
     def _work_parked_without_broker(self) -> None:
         """Process parked messages while the broker is unavailable. Does nothing if the

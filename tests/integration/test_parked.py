@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import time
 import uuid
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from django.db import transaction
 
 from django_txmsg import Redeliver, Refuse
 from django_txmsg.consuming import stage_thread
+from django_txmsg.consuming.limits import Throttle
 from django_txmsg.envelope.message import Message
-from django_txmsg.envelope.redelivery import RedeliveryPolicy
+from django_txmsg.envelope.redelivery import Dead, RedeliveryPolicy
 from django_txmsg.errors import MAX_SECONDS
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
+from django_txmsg.models.fields import clock
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import alarms, status
 from django_txmsg.sending.outbox import send_message
@@ -88,6 +91,31 @@ def test_a_slow_attempt_that_fails_keeps_its_verdict(
     assert claimed
     assert set(claimed) == {None}
     assert DeadLetter.objects.get().reason == "refused"
+
+
+def test_throttled_stage_claims_a_parked_message_in_its_turn() -> None:
+    """A thread waits for its turn without a parked message. If it had claimed the
+    message before, the lease might end during the wait: other threads would count
+    attempts, and bury the message although its handler has hardly run."""
+    leased_until: list[dt.datetime] = []
+
+    def handler(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            raise ValueError
+        leased_until.append(InboxMessage.objects.get().lease_until)
+
+    throttle = Throttle(after=1, pause=0.0)
+    throttle.note(Dead("refused"))
+    with declared(handler, transaction="none") as stage, ExitStack() as held:
+        put(stage.destination)
+        step(stage)
+        held.enter_context(throttle.turn(lambda: False))
+        with running(stage, throttle=throttle) as (thread,):
+            wait_until(lambda: thread.on_parked)
+            its_turn = clock("default")
+            held.close()
+            wait_until(lambda: leased_until)
+    assert leased_until[0] - dt.timedelta(seconds=stage_thread.LEASE) >= its_turn
 
 
 def test_redeliver_decides_when_the_next_attempt_is_due() -> None:

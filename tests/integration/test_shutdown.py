@@ -6,9 +6,12 @@ import threading
 
 import pytest
 
+from django_txmsg.consuming.limits import Throttle
 from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import Dead
 from django_txmsg.models import InboxMessage
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.runtime import liveness
 from django_txmsg.runtime.thread_group import ThreadGroup
 from tests.app.models import Effect
 from tests.faults import wait_until
@@ -72,6 +75,36 @@ def test_a_message_received_after_the_stop_is_not_processed(
         put(stage.destination)
         thread._step()
         assert QueueMessage.objects.filter(queue=stage.destination).count() == 1
+    assert not Effect.objects.exists()
+    assert not InboxMessage.objects.exists()
+
+
+def test_thread_that_waits_for_its_turn_is_alive_and_gives_back_after_the_stop() -> (
+    None
+):
+    """A throttled stage processes one message at a time. The process is stopped while a
+    thread with a delivery waits for another thread's handler."""
+    throttle, stop = Throttle(after=1, pause=0.0), threading.Event()
+    throttle.note(Dead("refused"))
+    group = ThreadGroup(stop.set)
+    with declared(effect) as stage:
+        put(stage.destination)
+        waiting = QueueMessage.objects.filter(queue=stage.destination)
+        group.add("stage", thread_of(stage, stop, throttle=throttle).run)
+        with throttle.turn(stop.is_set):
+            group.start()
+            wait_until(lambda: waiting.filter(lease_token__isnull=False).exists())
+            silent = [0.0]
+
+            def turned() -> bool:
+                silent.append(liveness.state().silent)
+                return silent[-1] < silent[-2]
+
+            for _ in range(2):  # the first may precede the wait
+                wait_until(turned)
+            stop.set()
+        group.join()
+        assert waiting.filter(lease_token__isnull=True).count() == 1
     assert not Effect.objects.exists()
     assert not InboxMessage.objects.exists()
 
