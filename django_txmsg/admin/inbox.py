@@ -7,6 +7,7 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import OuterRef, Q, QuerySet, Subquery, Value
 from django.http import HttpRequest
+from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
@@ -17,7 +18,7 @@ from ..monitoring.waiting import OVERDUE
 from ..rules import Rule, inbox
 from ..stages import all_stages
 from . import display
-from .base import MessageAdmin
+from .base import MESSAGE, MessageAdmin
 from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_of
 
 
@@ -121,8 +122,11 @@ class InboxAdmin(MessageAdmin):
         if row.due_at is None:
             return "-"
         if row.waits_for is not None:
+            page = reverse(
+                MESSAGE, args=[row.waits_for], current_app=self.admin_site.name
+            )
             before = display.short_id(row.waits_for)
-            return format_html("after {} of its key", before)
+            return format_html('after <a href="{}">{}</a> of its key', page, before)
         if row.needs_version is not None:
             return f"with {row.needs_type} {row.needs_version}"
         return "when resumed" if row.held else display.ago(row.due_at)

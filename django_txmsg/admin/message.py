@@ -192,7 +192,7 @@ def _of_inbox(row: InboxMessage) -> Iterator[Event]:
         yield Event(row.started_at, f"attempt {row.attempts} began", row.stage)
     if row.processed_at is not None:
         yield Event(row.processed_at, "processed", row.stage, "", "good")
-    if row.due_at is not None:
+    if row.due_at is not None and row.waits_for is None:
         yield Event(row.due_at, NEXT_ATTEMPT, row.stage, "", "warn")
 
 
@@ -239,6 +239,8 @@ class MessagePages(Pages):
             inbox = list(with_state(rows).defer("body", "headers").order_by("pk"))
             for one in inbox:
                 one.shown = shown_state(one)  # type: ignore[attr-defined]  # the page's
+                if one.waits_for is not None:
+                    one.before = turns.predecessor(one)  # type: ignore[attr-defined]  # as above
             rows = Attempt.objects.using(using).filter(message_id=message_id)
             attempts = list(rows.order_by("-pk")[:MOST_ATTEMPTS])
         if dead:

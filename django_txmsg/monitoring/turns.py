@@ -159,6 +159,16 @@ def _held(using: str, stage: str, key: str, count: int, since: Any) -> HeldKey:
     )
 
 
+def predecessor(row: InboxMessage) -> str:
+    """Return the state of the message that this blocked message waits for."""
+    using = row._state.db or "default"
+    same = InboxMessage.objects.using(using).filter(stage=row.stage)
+    before = same.filter(message_id=row.waits_for).defer("body", "headers").first()
+    if before is not None and before.waits_for is not None:
+        return "which waits too"
+    return _why(using, before, row.waits_for)
+
+
 def _why(using: str, row: InboxMessage | None, before: uuid.UUID | None) -> str:
     if row is None:
         sent = OutboxMessage.objects.using(using).filter(message_id=before)

@@ -62,8 +62,11 @@ def status(*arguments: str) -> str:
 
 def page(of: DeadLetter, operator: Client) -> str:
     """Return the message's own page."""
-    url = f"/admin/django_txmsg/outboxmessage/{of.message_id}/"
-    return operator.get(url).content.decode()
+    return operator.get(url(of.message_id)).content.decode()
+
+
+def url(message_id: object) -> str:
+    return f"/admin/django_txmsg/outboxmessage/{message_id}/"
 
 
 def test_dead_letter_shows_how_many_wait_behind_it(
@@ -90,6 +93,21 @@ def test_blocked_keys_are_listed_with_the_reason(
     assert "2 messages of key k wait" in overview
     rows = operator.get("/admin/django_txmsg/inboxmessage/?state=blocked")
     assert rows.content.decode().count("of its key") == 2
+    assert f'after <a href="{url(letter.message_id)}">' in rows.content.decode()
+
+
+def test_page_of_a_blocked_message_says_what_it_waits_for(
+    letter: DeadLetter, operator: Client
+) -> None:
+    blocked = InboxMessage.objects.filter(waits_for__isnull=False).order_by("after_at")
+    before = letter.message_id
+    for row, why in zip(blocked, ("is dead", "waits too"), strict=True):
+        shown = operator.get(url(row.message_id))
+        text = shown.content.decode()
+        link = f'<a href="{url(before)}"><code>{before}</code></a>'
+        assert f", waits for {link}, which {why}" in text
+        assert "next attempt" not in [one.what for one in shown.context["events"]]
+        before = row.message_id
 
 
 def test_page_of_a_skipped_message_says_that_it_runs_late(operator: Client) -> None:
