@@ -19,13 +19,14 @@ from ..dead_letters.selection import Changed, Shown
 from ..errors import TxmsgError
 from ..flows import acts
 from ..flows.declaration import declarations
-from ..models import FlowStep, FlowUndo, Run
+from ..models import DeadLetter, FlowStep, FlowUndo, InboxMessage, Run
 from ..models.bulk_operation import BulkKind
+from ..models.dead_letter import Resolution
 from ..models.monitoring import Deed
 from ..monitoring import runs
 from . import display
 from .audit import audit, audited
-from .base import RowPageAdmin, given, insist, led, plain, sees_messages
+from .base import RowPageAdmin, given, insist, led, may, plain, sees_messages
 from .body import pretty
 from .bulk import PERMISSIONS, start
 from .counting import listed
@@ -200,6 +201,10 @@ class RunAdmin(RowPageAdmin):
         declared = {one.name: one for one in declarations()}.get(run.flow)
         states = user.has_perm("django_txmsg.view_message_body")
         steps = FlowStep.objects.using(using).filter(run=run, left=False)
+        undos = FlowUndo.objects.using(using).filter(run=run).order_by("-number")
+        letters = DeadLetter.objects.using(using).filter(
+            message_id=run.request_id, resolution=Resolution.OPEN
+        )
         possible = [
             name
             for name, one in acts.ACTS.items()
@@ -222,7 +227,11 @@ class RunAdmin(RowPageAdmin):
             "sequence": sequence(
                 run, signals=declared.signals if declared else (), states=states
             ),
-            "undos": FlowUndo.objects.using(using).filter(run=run).order_by("-number"),
+            "undos": undos,
+            "revoked": _revoked(undos),
+            "letter": letters.only("exception", "reason").first()
+            if not run.ended_at and may(request, "view_deadletter")
+            else None,
             "back": [
                 one
                 for one in steps.order_by("-pk")[:50]
@@ -255,6 +264,18 @@ class RunAdmin(RowPageAdmin):
         else:
             messages.success(request, said)
         return led(request, _PAGE, pk)
+
+
+def _revoked(undos: QuerySet[FlowUndo]) -> set[uuid.UUID | None]:
+    """Return the requests that were revoked here before a stage executed them: their
+    undos had nothing to do."""
+    rows = InboxMessage.objects.using(undos.db)
+    known = rows.filter(message_id__in=undos.order_by().values("request_id"))
+    revoked = known.filter(revoked_at__isnull=False)
+    done = known.filter(processed_at__isnull=False)
+    return {*revoked.values_list("message_id", flat=True)} - {
+        *done.values_list("message_id", flat=True)
+    }
 
 
 def word(run: Run) -> str:

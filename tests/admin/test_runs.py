@@ -15,6 +15,7 @@ from django.test import Client, override_settings
 
 from django_txmsg.admin import sequence
 from django_txmsg.dead_letters import bulk
+from django_txmsg.flows.deadlines import Deadlines
 from django_txmsg.models import AuditEntry, BulkOperation, FlowStep, FlowUndo, Run
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.testing import drain
@@ -92,6 +93,27 @@ def test_list_shows_and_finds_runs(operator: Client) -> None:
     ):
         rows = operator.get(URL + query).content.decode()
         assert set(re.findall(r"A-\d", rows.partition("result_list")[2])) == keys, query
+
+
+def test_page_shows_the_dead_request_and_that_there_was_nothing_to_undo(
+    operator: Client, somebody: Callable[..., Client]
+) -> None:
+    Shop.error = ValueError("no money")
+    run = waiting()
+    Shop.error = None
+    reader = somebody("view_run", "view_deadletter")
+
+    dead = "dead letter</a>: ValueError: no money"
+    assert dead in page_of(reader, run)
+    assert dead not in page_of(operator, run)
+
+    act(operator, run, "time-out")
+    Deadlines(["default"])._keep("default")
+    drain()
+    page = page_of(reader, run)
+    assert dead not in page
+    assert page.count("had nothing to undo (request revoked)") == 1
+    assert page.count("</code> done") == 1
 
 
 def test_a_run_is_drawn_with_the_difference_of_each_step(operator: Client) -> None:
