@@ -228,17 +228,20 @@ def put(
 
 
 @contextmanager
-def record_lost_at(statement: str) -> Iterator[None]:
+def record_lost_at(
+    statement: str, change: str = "DELETE FROM django_txmsg_inboxmessage"
+) -> Iterator[None]:
     """Simulate that the database server crashes and loses the only inbox row, and that
     a pooler hides the crash from the client. For this, the block deletes the row right
-    before the first statement that begins with `statement`."""
+    before the first statement that begins with `statement`. `change` is another
+    statement to execute then, as another worker does."""
     lost: list[str] = []
 
     def execute(run: Any, sql: str, *rest: Any) -> Any:
         if not lost and sql.replace('"', "").lstrip().startswith(statement):
             lost.append(sql)
             with connection.cursor() as cursor:
-                cursor.execute("DELETE FROM django_txmsg_inboxmessage")
+                cursor.execute(change)
                 assert cursor.rowcount == 1
         return run(sql, *rest)
 

@@ -143,10 +143,7 @@ class _Once:
         record, begun = self._record()
         if record.processed:
             return self._again(record)
-        if record.dead:
-            # It failed, as Celery has reported, and was sent again.
-            self.inbox.filter(pk=record.id).update(dead_at=None, attempts=1)
-        elif self._too_often(record):
+        if not record.dead and self._too_often(record):
             given_up = TaskGivenUp(
                 f"{_most()} deliveries of this task began and never ended: each time "
                 f"its worker died, or lost its connection to the database. Look for "
@@ -160,12 +157,14 @@ class _Once:
             try:
                 return self._attempt(record, begun)
             except protocol.LostRace:
-                if self.inbox.recall(
+                found = self.inbox.recall(
                     record.id, self.message.destination, record.message_id
-                ):
+                )
+                if found is not None and not found.dead:
                     return self._again(record)
-                # A crash of the server has lost the record, whose commit does not wait
-                # for the disk; a transaction pooler in between hid the crash.
+                # Another delivery has failed meanwhile. Or a crash of the server has
+                # lost the record, whose commit does not wait for the disk; a
+                # transaction pooler in between hid the crash.
                 record, begun = self._record()
             except Reject as rejected:
                 if rejected.requeue:
@@ -194,6 +193,10 @@ class _Once:
             self.message,
             runs=lambda record: not self._too_often(record),
         )
+        if self._inbox_record.dead:
+            # It failed, as Celery has reported, and was sent again.
+            row = self.inbox.filter(pk=self._inbox_record.id)
+            row.update(dead_at=None, attempts=1)
         return self._inbox_record, begun
 
     def take_back(self) -> None:

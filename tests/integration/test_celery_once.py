@@ -448,6 +448,18 @@ def test_a_task_whose_record_a_crash_has_lost_is_worked() -> None:
     assert effects() == ["done"]
 
 
+@pytest.mark.sqlite
+def test_a_copy_of_a_task_that_has_just_failed_runs_it_again() -> None:
+    """The first delivery fails after the copy is recorded, and before the copy locks
+    the record. The copy has no result to return."""
+    task = once_task(lambda: effect("done") or "result")
+    failed = "UPDATE django_txmsg_inboxmessage SET dead_at = first_received_at"
+    with record_lost_at("BEGIN", failed):
+        assert deliver(task) == "result"
+    assert effects() == ["done"]
+    assert InboxMessage.objects.get().state == "processed"
+
+
 def test_an_outage_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         # As of a database that is not the inbox's.
