@@ -121,7 +121,8 @@ class Transaction:
         """Commit on the broker. If an earlier call was interrupted, continue it.
 
         Raises ``TransactionRolledBackError`` if the transaction is rolled back. Raises
-        ``TransactionInDoubtError`` if COMMIT was written and the broker did not answer.
+        ``TransactionInDoubtError`` if COMMIT was written and the broker did not answer,
+        or if the received messages of a committed transaction are not acknowledged.
         """
         acks = [message.ack_id for message in self.received if message.ack_id]
         joined = self.link.dialect.acks_join_transaction
@@ -132,9 +133,16 @@ class Transaction:
                 self._finish(timeout)
         except ConnectionLostError as error:
             raise self._rolled_back(error) from error
-        if not joined:
+        if joined:
+            return
+        try:
             for ack_id in acks:
                 self.link.post(frames.encode("ACK", {"id": ack_id}))
+        except MessagingError as error:
+            raise TransactionInDoubtError(
+                f"Transaction {self.name} is committed, but its received messages are "
+                f"not acknowledged: {error}"
+            ) from error
 
     def _prove_frames(self, ack_ids: list[str], timeout: float) -> None:
         """Wait until the broker has handled all frames of the transaction. If a frame

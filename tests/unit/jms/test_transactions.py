@@ -352,6 +352,32 @@ def test_on_rabbitmq_an_error_in_the_replay_is_in_doubt_at_once(
         session.commit()
 
 
+def test_on_rabbitmq_a_commit_without_its_acknowledgements_is_in_doubt(
+    scripted: Scripted, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is lost after the broker has committed. The error must not say
+    that nothing was written: the caller would send the messages again."""
+    broker = scripted("rabbitmq")
+    session = connect(broker).create_session(transacted=True)
+    consumer = session.create_consumer("in")
+    broker.put("/queue/in", "request")
+    assert consumer.receive(10) is not None
+    session.create_producer("out").send(jms.Message("reply"))
+    link = session.link
+    check = link.check_alive
+
+    def lose_after_commit() -> None:
+        if broker.stored("/queue/out"):
+            link.lose("the node went down")
+        check()
+
+    monkeypatch.setattr(link, "check_alive", lose_after_commit)
+    with pytest.raises(jms.TransactionInDoubtError, match="is committed"):
+        session.commit()
+
+    assert [one.body for one in broker.stored("/queue/out")] == [b"reply"]
+
+
 def test_closing_a_transacted_session_rolls_its_transaction_back_after_draining(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
