@@ -38,8 +38,13 @@ from .celery_publication import HEADER, Publication
 
 #: Seconds for a batch's confirms, and for a write to finish.
 TIMEOUT = 30.0
-#: redis-py's errors for a server that is full, or a replica.
-_FULL = frozenset({"OutOfMemoryError", "ReadOnlyError", "NoPermissionError"})
+#: redis-py's errors for a server that is full, or a replica, or whose cluster is down.
+_FULL = frozenset(
+    {"OutOfMemoryError", "ReadOnlyError", "NoPermissionError", "ClusterDownError"}
+    | {"MasterDownError", "TryAgainError"}
+)
+#: How Redis's other errors for this begin. It has too few replicas, or runs a script.
+_REFUSES = ("MISCONF", "OOM", "NOREPLICAS", "BUSY ")
 
 
 class CelerySession(Session):
@@ -146,8 +151,9 @@ class CelerySession(Session):
             try:
                 self._producer.maybe_declare(entity)
             except self._connection.channel_errors as error:
-                if self._open:
-                    raise  # the channel is closed, and their confirms are lost
+                # With open messages the channel is closed, and their confirms are lost.
+                if self._open or _full(error):
+                    raise
                 self._use_another_channel()
                 text = (
                     f"{type(entity).__name__.lower()} {entity.name!r} cannot be "
@@ -265,7 +271,9 @@ def _full(error: Exception) -> DispatchUnknown | None:
     """Return a DispatchUnknown if the error means that Redis accepts no messages to any
     queue. Otherwise return None."""
     text = f"{type(error).__name__}: {error}"
-    if type(error).__name__ in _FULL or str(error).startswith(("MISCONF", "OOM")):
+    # The error of a pipeline names the command first.
+    code = str(error).rpartition("caused error: ")[2]
+    if type(error).__name__ in _FULL or code.startswith(_REFUSES):
         return DispatchUnknown(text, written=False)
     return None
 

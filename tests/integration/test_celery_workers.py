@@ -318,6 +318,27 @@ def test_a_task_that_the_broker_refuses_is_refused_alone(
     assert {row.attempts for row in rows} == {0}
 
 
+@pytest.mark.parametrize("url", ["redis"], indirect=True)
+def test_tasks_wait_while_redis_has_too_few_replicas(
+    worker: Start, redis: Redis
+) -> None:
+    """Redis refuses every write then: an outage, not a fault of the task."""
+    with app.connection_for_write() as connection, transaction.atomic():
+        client = connection.default_channel.client
+        client.config_set("min-replicas-to-write", 1)
+        step.delay("later")
+    try:
+        with pytest.raises(BrokerUnavailable, match="NOREPLICAS"):
+            Relay(["default"], ["celery"], lanes=1).run(once=True)
+        assert OutboxMessage.objects.get().attempts == 0
+    finally:
+        client.config_set("min-replicas-to-write", 0)
+
+    Relay(["default"], ["celery"], lanes=1).run(once=True)
+
+    assert _pending() == 0
+
+
 def test_a_task_for_a_full_queue_waits_without_attempts(
     worker: Start, rabbitmq: RabbitMQ, settings: Any
 ) -> None:
