@@ -261,8 +261,10 @@ def _hand_back(control: ControlMessage, look: Look) -> str:
     )
     if over:
         return "another_database"
+    # At the second check the message goes back: a pause lasts longer than half of the
+    # next one.
     after = look.pause(0.2, 5.0)
-    raise LookAgain(after, hold=after)
+    raise LookAgain(after, hold=after / 2)
 
 
 #: Aliases of other databases whose messages arrived: one warning for each.

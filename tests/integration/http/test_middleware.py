@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from asgiref.sync import async_to_sync
 from django.contrib.admin.models import LogEntry
+from django.core.exceptions import PermissionDenied
 from django.db import OperationalError, connection, connections
 from django.test import AsyncClient, Client
 from django.test.utils import CaptureQueriesContext
@@ -107,6 +108,26 @@ def test_an_exception_or_a_response_of_500_rolls_back(
     assert response.status_code == status
     assert nothing_happened()
     assert [one["outcome"] for one in heard["ended"]] == ["rolled_back"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exception_of_a_middleware_below_is_a_response(
+    client, web, settings, strict: bool
+) -> None:
+    """Django turns such an exception into a response of status 403 before
+    OutboxMiddleware sees it."""
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.forbid"]
+    with web(ROLLBACK_ON_4XX=strict):
+        assert client.post("/order?number=1").status_code == 403
+    assert Order.objects.count() == OutboxMessage.objects.count() / 2 == 1 - strict
+
+
+def forbid(get_response):
+    def middleware(request):
+        get_response(request)
+        raise PermissionDenied
+
+    return middleware
 
 
 def test_returned_4xx_commits_by_default(client, web) -> None:

@@ -21,7 +21,11 @@ import pytest
 from django.db import connection
 
 from django_txmsg import wire
-from django_txmsg.http_outbox import control_message, database_identity
+from django_txmsg.http_outbox import (
+    control_message,
+    control_receive,
+    database_identity,
+)
 from django_txmsg.models import DatabaseIdentity
 from tests.acceptance.crash_play import Manage
 from tests.faults import ManageProcess, wait_until
@@ -122,6 +126,20 @@ def test_each_database_gets_its_control_messages_though_the_other_takes_them_fir
             deadline=60,
             message=partial(outputs, stranger, consumer),
         )
+
+
+def test_a_control_message_of_another_database_goes_back_after_one_pause() -> None:
+    given = str(uuid.uuid4()), uuid.uuid4(), "default", "delay"
+    foreign = control_message.ControlMessage(*given, database="shop/1@2/3")
+    asked = []
+    for attempt in (1, 2):
+        with pytest.raises(control_receive.LookAgain) as again:
+            control_receive._hand_back(foreign, control_receive.Look(attempts=attempt))
+        asked.append(again.value)
+    first, second = asked
+    # It is held for the first pause, and then returned at the second check.
+    assert first.hold > 0
+    assert second.hold <= first.after
 
 
 def test_a_control_message_names_its_database_and_an_old_one_does_not() -> None:
