@@ -186,6 +186,16 @@ class Browser:
         )
         return wide
 
+    def torn(self, css: str) -> list[str]:
+        """Return the texts of the elements that are broken over several lines."""
+        found: list[str] = self.driver.execute_script(
+            "return [...document.querySelectorAll(arguments[0])]"
+            ".filter((one) => one.getClientRects().length > 1)"
+            ".map((one) => one.innerText)",
+            css,
+        )
+        return found
+
     def contrast(self, element: Any) -> float:
         """Return the contrast of an element's text with its background, by the
         definition of WCAG: 1 is invisible, 4.5 is enough."""

@@ -16,9 +16,10 @@ from django.core.management import call_command
 from django.test import Client
 from selenium.webdriver.common.by import By
 
-from django_txmsg import stages
+from django_txmsg import every, stages
 from django_txmsg.dead_letters import bulk
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage
+from django_txmsg.scheduling.timetable import forget
 from django_txmsg.testing import drain
 from tests import factories
 from tests.faults import ManageProcess
@@ -242,7 +243,36 @@ def test_a_stage_can_be_paused_on_a_phone(walker: Browser) -> None:
     )
     assert len(edges) >= len(shop.STAGES)
     assert all(edge <= PHONE[0] for edge in edges)
+    assert walker.torn("th[scope=row] > a") == []
+    walker.find(".act input[name=why]").send_keys("The oven is cold")
+    walker.find(".act button").click()
+    walker.until(": The oven is cold")
     walker.look()
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE])
+def test_each_label_of_a_recurring_message_stands_with_its_field(
+    walker: Browser, pictures: Path, size: tuple[int, int]
+) -> None:
+    every("0 3 * * *", "reports.nightly", {})
+    try:
+        walker.look(size=size)
+        walker.open("/admin/django_txmsg/schedule/")
+        walker.find("label input")
+        walker.photograph(pictures, f"schedule-{size[0]}")
+        assert walker.torn("label") == []
+        assert not walker.overflows()
+    finally:
+        forget("reports.nightly")
+        walker.look()
+
+
+def test_no_page_shows_the_side_bar_of_django_on_a_laptop(walker: Browser) -> None:
+    for page in "outboxmessage", "stagestate", "schedule", "auditentry/changes":
+        walker.open(f"/admin/django_txmsg/{page}/")
+        walker.find("#content h1")
+        bars = walker.driver.find_elements(By.ID, "nav-sidebar")
+        assert [one.is_displayed() for one in bars] == [False], page
 
 
 def test_long_words_fit_a_phone(walker: Browser, pictures: Path) -> None:
