@@ -15,6 +15,7 @@ from typing import Any
 from django.db.models import Count, Max, Min, Q, QuerySet, Sum, Value
 from django.db.models.functions import Now
 from django.db.models.lookups import Exact
+from django.utils import timezone
 
 from .. import conf, wire
 from ..errors import TxmsgError
@@ -97,6 +98,9 @@ def filter_text(filters: Mapping[str, Any]) -> str:
             parts.append(f"{len(value)} selected")
         elif name == "again":
             parts.append("failed again")
+        elif name in ("since", "before"):
+            here = timezone.localtime(instant(value))
+            parts.append(f"{name} {here:%Y-%m-%d %H:%M:%S %Z}")
         else:
             parts.append(f"{name} {value or '(relay)'}")
     return ", ".join(parts) or "all"

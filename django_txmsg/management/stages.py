@@ -23,6 +23,7 @@ from ..monitoring.waiting import capped
 from ..scheduling import timetable
 from ..stages import all_stages
 from .terminal import (
+    local,
     operator,
     print_list,
     printable,
@@ -271,10 +272,12 @@ def _timing_as_json(one: Timing) -> dict[str, Any]:
 
 def _timing_line(one: Timing) -> str:
     shown = _timing_as_json(one)
+    last = local(one.row.last_tick) if one.row and one.row.moves else "-"
+    following = local(one.next) if one.next else "-"
     return (
         f"{one.name}  {shown['every'] or 'unknown here'} {shown['tz']}  "
-        f"to {shown['destination'] or '-'}  last {shown['last'] or '-'}  "
-        f"next {shown['next'] or '-'}{_timing_note(one)}"
+        f"to {shown['destination'] or '-'}  last {last}  "
+        f"next {following}{_timing_note(one)}"
     )
 
 

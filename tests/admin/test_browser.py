@@ -3,6 +3,7 @@ client cannot check."""
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -14,6 +15,7 @@ from django.conf import settings
 from django.contrib.auth.models import User
 from django.core.management import call_command
 from django.test import Client
+from django.utils import timezone
 from selenium.webdriver.common.by import By
 
 from django_txmsg import every, stages
@@ -308,6 +310,24 @@ def test_the_overview_keeps_itself_up_to_date(walker: Browser) -> None:
 
     walker.until("1 dead letter")
     assert walker.errors() == []
+
+
+def test_time_of_a_renewal_is_in_the_zone_of_the_project(walker: Browser) -> None:
+    factories.WorkerFactory(kind="relay", stages=[])
+    command = walker.driver.execute_cdp_cmd
+    command("Emulation.setTimezoneOverride", {"timezoneId": "Pacific/Kiritimati"})
+    try:
+        walker.open("/admin/django_txmsg/?live")
+        walker.until("All is well.")
+        factories.DeadLetterFactory()
+        walker.until("1 dead letter")
+        walker.until("As of ")
+        shown = walker.find("[data-txmsg-updated]").text.removeprefix("As of ")
+    finally:
+        command("Emulation.setTimezoneOverride", {"timezoneId": ""})
+    here = timezone.localtime()
+    hours = {f"{here - dt.timedelta(minutes=one):%H:%M}" for one in range(5)}
+    assert shown[:5] in hours
 
 
 def test_a_page_says_when_it_is_not_renewed_any_more(

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.test import Client
+from django.utils import timezone
 
 from django_txmsg.admin import dead_letters as admin_dead_letters
 from django_txmsg.models import FailureNote
@@ -187,6 +188,8 @@ def test_a_list_between_two_times_is_confirmed_with_both(operator: Client) -> No
     nonsense = operator.get(f"{URL}confirm/?kind=discard&since=monday", follow=True)
 
     assert asked.context["facts"].count == 1
+    here = timezone.localtime(before)
+    assert f"before {here:%Y-%m-%d %H:%M:%S %Z}" in asked.context["filters"]
     assert "Not an instant" in nonsense.content.decode()
 
 

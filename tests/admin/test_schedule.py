@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 from collections.abc import Callable, Iterator
 from io import StringIO
 from typing import Any
@@ -146,7 +147,9 @@ def test_pausing_needs_its_permission_and_a_name_that_is_known(
 def test_the_command_lists_pauses_and_resumes(
     caplog: pytest.LogCaptureFixture, django_capture_on_commit_callbacks: Any
 ) -> None:
-    assert "reports.nightly  0 3 * * * Europe/Berlin" in told("list")
+    listed = told("list")
+    assert "reports.nightly  0 3 * * * Europe/Berlin" in listed
+    assert re.search(r"  next \d{4}-\d\d-\d\d \d\d:\d\d:\d\d C[SD]T$", listed, re.M)
     caplog.set_level("INFO")
     with django_capture_on_commit_callbacks(execute=True):
         assert "Paused" in told("pause", "reports.nightly", "--why", "audit")

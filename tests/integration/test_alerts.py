@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -114,6 +115,8 @@ def test_each_error_is_raised_once_and_ended_once(receiver: Receiver) -> None:
     assert receiver.calls[1]["summary"].startswith("2 dead letters of orders.place")
     assert [message.to for message in mail.outbox] == [[MAIL]] * 3
     assert mail.outbox[2].subject.startswith("[resolved] ")
+    since = r"\n\nSince \d{4}-\d\d-\d\d \d\d:\d\d:\d\d C[SD]T\.$"
+    assert re.search(since, str(mail.outbox[2].body))
     assert Alert.objects.filter(ended_at=None).count() == 1
 
 

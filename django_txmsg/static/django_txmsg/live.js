@@ -6,11 +6,12 @@
   const [first] = parts(document);
   const pause = Number((first && first.dataset.txmsgEvery) || 1000);
   const updated = document.querySelector("[data-txmsg-updated]");
-  let renewed = new Date();
+  // The server's clock, in the project's time zone, as in all other times of the page.
+  let renewed = updated && updated.textContent;
   const tell = (trouble) => {
     if (!updated) return;
-    const at = renewed.toTimeString().slice(0, 8);
-    updated.textContent = trouble ? `Not renewed since ${at}: ${trouble}` : `As of ${at}`;
+    const at = renewed.replace("As of ", "");
+    updated.textContent = trouble ? `Not renewed since ${at}: ${trouble}` : renewed;
     updated.classList.toggle("late", Boolean(trouble));
     // Read aloud when it stops, and not with every renewal.
     if (trouble) updated.setAttribute("role", "alert");
@@ -52,7 +53,8 @@
         trouble = "you are logged out. Load the page again.";
       } else {
         swap(page);
-        renewed = new Date();
+        const stamp = page.querySelector("[data-txmsg-updated]");
+        if (stamp) renewed = stamp.textContent;
       }
     } catch {
       trouble = "the server does not answer.";
