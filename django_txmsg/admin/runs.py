@@ -103,6 +103,14 @@ class RunAdmin(RowPageAdmin):
         rows: QuerySet[Run] = super().get_queryset(request)
         return rows.defer("state", "answer", "caller", "baggage")
 
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> Run | None:
+        """Return the run with this primary key or run id. Logs and commands show the
+        run id."""
+        by_pk: Run | None = super().get_object(request, object_id, from_field)
+        return by_pk or super().get_object(request, object_id, "run_id")
+
     def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
         """Search for a complete run id, or for the key of a run of a flow declared
         here."""

@@ -245,6 +245,16 @@ def test_each_act_needs_its_own_permission(
     assert (changed.due_at is not None) == (name == "time-out")
 
 
+def test_address_of_a_run_takes_the_run_id(operator: Client) -> None:
+    run = stored(key="A-1")
+
+    page = operator.get(f"{URL}{run.run_id}/", follow=True)
+
+    assert page.context["run"] == run
+    gone = operator.get(f"{URL}{uuid.uuid4()}/", follow=True)
+    assert "There is no run" in gone.content.decode()
+
+
 def test_unknown_runs_acts_and_flows_are_no_errors(operator: Client) -> None:
     run = stored(flow="gone.flow")
     assert "not declared here" in page_of(operator, run)
