@@ -171,7 +171,7 @@ class StageAdmin(PausableAdmin):
 
     kind, noun, called, field = "stage", "stage", "stage", "stage"
     title, change_list_template = "Stages", "admin/django_txmsg/stages.html"
-    follows = " Its consumers obey within two seconds."
+    follows = " Its consumers obey within a second."
     change = staticmethod(pausing.set_stage)
 
     def get_urls(self) -> list[Any]:
