@@ -32,7 +32,7 @@ from ..errors import (
 from ..models.inbox import InboxRecord
 from ..models.inbox_order import Turn
 from ..models.outbox_store import NewMessage
-from ..runtime.connections import recycle
+from ..runtime.connections import close_broken, recycle
 from ..sending.scope import Scope
 from ..sending.storing import store
 from ..stages import Stage
@@ -119,6 +119,8 @@ class Outside(Outbox):
         # The handler may take long: return the connection, as CONN_MAX_AGE permits.
         recycle(idle=True)
         self.handle(arrival, message, sent.extend)
+        # If its connection has ended meanwhile, the handler need not run again.
+        close_broken(self.using)
         _, employed = protocol.once(
             self.stage.definition,
             take=partial(inbox.take, pk, arrival.token, arrival.turn),

@@ -165,6 +165,24 @@ def test_a_message_that_ends_its_connection_each_time_becomes_a_dead_letter(
     assert Attempt.objects.count() == failures
 
 
+def test_a_handler_outside_of_transactions_is_not_repeated_for_its_connection(
+    broker: ScriptedBroker,
+) -> None:
+    """The connection, which CONN_MAX_AGE keeps, ends while the handler calls another
+    service."""
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        lose_connection("killed")
+
+    with declared(handler, transaction="none") as stage, running(stage):
+        put(broker, stage, 1)
+        wait_until(InboxMessage.objects.exclude(processed_at=None).exists)
+        broker.wait_for("ACK")
+    assert attempts == [1]
+
+
 @pytest.fixture
 def forgetful(postgres: services.PostgreSQL) -> Iterator[services.PostgreSQL]:
     """A PostgreSQL server that writes asynchronous commits to its disk only after a
