@@ -139,8 +139,8 @@ def bury_unread(using: str, stage: str = "") -> int:
     messages. If an operator redelivers such a message, it waits for the newer code
     again.
 
-    At an ordered stage, skip a message whose predecessor is not processed or dead yet:
-    the messages behind it would overtake the predecessor."""
+    At an ordered stage, skip a message whose predecessor is here, and not processed or
+    dead yet: the messages behind it would overtake the predecessor."""
     rows = InboxMessage.objects.using(using)
     waiting = (
         rows.filter(Holds(inbox.NEEDS_NEWER_CODE))

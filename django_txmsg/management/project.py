@@ -21,8 +21,10 @@ from .. import contracts
 from ..dead_letters.burial import bury_unread
 from ..django_internals import settings_of
 from ..models import InboxMessage, OutboxMessage
+from ..models.fields import Holds
 from ..models.monitoring import Deed
 from ..monitoring import pausing
+from ..rules.inbox import NEEDS_NEWER_CODE
 from .terminal import chosen_database, not_blank, record
 
 MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
@@ -201,6 +203,12 @@ class Contracts(BaseCommand):
             record(using, Deed.BURY, said, count=None)
             buried = bury_unread(using, stage)
             self.stdout.write(f"Buried {buried} messages that need newer code.")
+            rows = InboxMessage.objects.using(using).filter(Holds(NEEDS_NEWER_CODE))
+            if left := (rows.filter(stage=stage) if stage else rows).count():
+                self.stdout.write(
+                    f"Left: {left}, in work or behind the message before them in their "
+                    f"key. Run it again later."
+                )
         else:
             self._check(options)
 

@@ -22,7 +22,8 @@ from django.db.models.functions import Now
 
 from .. import rules, wire
 from ..django_internals import raw
-from ..rules.inbox import BLOCKED, OPEN
+from ..rules import Rule
+from ..rules.inbox import BLOCKED, NEEDS_NEWER_CODE, OPEN
 from .claiming import bounds, claim_sql
 from .fields import (
     Holds,
@@ -60,6 +61,8 @@ RECORD_COLUMNS = (
 )
 #: The error of a revoked message, which counts as dead.
 REVOKED = "revoked: no flow waits for it any more"
+#: Its turn may not have come: only an ordered stage records keys.
+_IN_ORDER = BLOCKED | (NEEDS_NEWER_CODE & Rule("{key} <> ''"))
 #: Merged into the headers of a request that is revoked before its turn. Long past, so
 #: that no clock that is set back lets the request run.
 _EXPIRED = {wire.EXPIRES: "1970-01-01T00:00:00+00:00"}
@@ -500,8 +503,9 @@ class InboxManager(SqlManager):
         sent. If a worker is processing the message, this call waits until the worker
         has finished.
 
-        A message that waits for its predecessor stays in the order of its key: its
-        followers must not overtake the predecessor. At its turn it expires.
+        A message that waits for its predecessor, or was parked for newer code before
+        its turn, stays in the order of its key: its followers must not overtake the
+        predecessor. At its turn it expires.
 
         If the message has already been processed, change nothing and return False.
         """
@@ -513,7 +517,7 @@ class InboxManager(SqlManager):
         if self._changed(
             f"UPDATE {self._table} SET revoked_at = {now}, last_error = %s,"  # noqa: S608 - constants only
             f" headers = {merged}, lease_until = NULL, lease_token = NULL"
-            f" WHERE message_id = %s AND stage = %s AND {(BLOCKED & OPEN).sql()}",
+            f" WHERE message_id = %s AND stage = %s AND {(_IN_ORDER & OPEN).sql()}",
             [REVOKED, json.dumps(_EXPIRED), the_id, stage],
         ):
             return True

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from django.core.management import call_command
 from django.db import connections, transaction
 from django.db.models.functions import Now
 from django.utils import timezone
@@ -522,18 +523,45 @@ def need_newer_code(**which: Any) -> None:
 
 
 @pytest.mark.parametrize("ordered", ["block", "skip"])
-def test_unread_message_is_buried_only_after_its_predecessor(ordered: Order) -> None:
+def test_unread_message_is_buried_only_after_its_predecessor(
+    ordered: Order, capsys: pytest.CaptureFixture[str]
+) -> None:
     with declared(failing_once(0), ordered=ordered, redelivery=LATER) as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
         step(stage, times=3)
         need_newer_code(message_id=sent[1].id)
-        assert bury_unread("default", stage.name) == 0
+        call_command("txmsg", "contracts", "bury")
+        said = capsys.readouterr().out
+        assert ("Buried 0" in said, "Left: 1" in said) == (True, True)
         InboxMessage.objects.filter(message_id=sent[0].id).update(due_at=Now())
         settle(stage, 1)
         assert bury_unread("default", stage.name) == 1
         if ordered == "block":
             finish(BulkKind.DISCARD, DeadLetter.objects.get())
         settle(stage, 2)
+    assert effects() == ["0", "2"]
+
+
+@pytest.mark.parametrize("ordered", ["block", "skip"])
+def test_a_revoked_request_that_needs_newer_code_keeps_its_place(
+    ordered: Order,
+) -> None:
+    with declared(failing_once(0), ordered=ordered, redelivery=LATER) as stage:
+        sent = send_chain(stage.destination, [0, 1, 2])
+        zero, (body, headers), two = taken(stage.destination)
+        deliver(stage.destination, zero, (body, headers | REQUEST), two)
+        step(stage, times=3)
+        request = InboxMessage.objects.filter(message_id=sent[1].id)
+        need_newer_code(message_id=sent[1].id)
+        revoke(stage, sent[1].id)
+        step(stage)
+        assert effects() == []
+        InboxMessage.objects.filter(message_id=sent[0].id).update(due_at=Now())
+        settle(stage, 1)
+        # Newer code is deployed.
+        request.update(needs_type="", needs_version=None, due_at=Now())
+        settle(stage, 2)
+        assert request.exclude(dead_at=None).exclude(revoked_at=None).exists()
     assert effects() == ["0", "2"]
 
 
