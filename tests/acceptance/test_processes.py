@@ -450,8 +450,11 @@ def test_run_refuses_a_wrong_address_before_it_says_that_it_runs(
 
 
 @pytest.mark.postgresql
-def test_a_locked_table_keeps_one_scrape_and_its_connection() -> None:
+def test_a_locked_table_keeps_one_scrape_and_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Prometheus gives up, and asks again."""
+    monkeypatch.setattr("django_txmsg.management.commands._workers.PATIENCE", 0.1)
     server = HttpServer("127.0.0.1:0", lambda within: "", lambda: True)
     table = OutboxMessage._meta.db_table
     with server.answering() as where, ThreadPoolExecutor(1) as pool:

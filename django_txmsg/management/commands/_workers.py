@@ -35,6 +35,10 @@ from ._supervisor import Supervisor, cores, log
 TIMEOUT = 10.0
 
 
+#: Seconds that a request for metrics waits for an earlier one.
+PATIENCE = 5.0
+
+
 class HttpServer(ThreadingHTTPServer):
     """Answers HTTP requests for one process, or for a parent and its children.
 
@@ -124,13 +128,13 @@ class Handler(BaseHTTPRequestHandler):
         # A worker's own counts are useful while the database is away. If an earlier
         # request still waits for the database, a further one would only take one more
         # connection.
-        if self.server.querying.acquire(blocking=False):
+        if self.server.querying.acquire(timeout=PATIENCE):
             try:
                 with contextlib.suppress(DatabaseError, InterfaceError):
                     text += of_database()
             finally:
-                connections.close_all()
                 self.server.querying.release()
+                connections.close_all()
         self._answer(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
     def _answer(
