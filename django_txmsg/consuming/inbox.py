@@ -383,8 +383,10 @@ def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
         # message may be about to give its attempt back.
         stops = arrival.stop.wait(GIVEN_BACK_WITHIN)
         seen = _recalled(arrival, record)
-        if stops or seen is None:
+        if stops:
             return _given_back(arrival)
+        if seen is None:
+            return Duplicate()  # of a row that is forgotten: it is recorded again
         arrival.record = record = seen
         reason = mode.reason_not_to_run(arrival, record)
     if reason == "settled":
