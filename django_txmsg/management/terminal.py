@@ -73,8 +73,7 @@ def print_list(
     as_json: bool,
 ) -> None:
     """Print the lines of a list, or `none` if there are none. With `as_json`, print its
-    rows instead, under the list's name if it has one. Reads only what it prints, so
-    both may be generators."""
+    rows instead, under the list's name if it has one."""
     if as_json:
         found = list(rows)
         out.write(json.dumps({name: found} if name else found, indent=2, default=str))
