@@ -533,3 +533,29 @@ def test_the_letters_of_a_replayed_message_are_read_however_old(
             archive(spark, log, lake, table=DEAD_LETTERS)
         for since in ((), ("--since", "24h")):
             assert run(spec, *JUDGE, *since)["counts"] == {"discarded": 1}
+
+
+def test_the_first_sending_of_a_replayed_message_is_read_however_old(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """A message was cancelled days ago. Then it was replayed, and processed."""
+    log: Log = make_log("sqlite")
+    spec, now = JobSpec((log.spec,), lake), dt.datetime.now(dt.timezone.utc)
+    message, stored, again = uuid.uuid4(), now - 10 * DAY, now - DAY / 12
+    log.send(
+        [
+            {"message_id": message, "created_at": stored},
+            {"message_id": message, "created_at": stored + DAY, "replay_id": "r",
+             "due_at": again, "dispatched_at": again},
+        ]
+    )  # fmt: skip
+    log.receive([{"message_id": message, "first_received_at": again}])
+    counts = []
+
+    for archived in (False, True):
+        if archived:
+            archive(spark, log, lake)
+        for since in ((), ("--since", "24h")):
+            counts.append(run(spec, *JUDGE, "--dry-run", *since)["counts"])
+
+    assert counts == [{"late": 1}] * 4

@@ -336,7 +336,7 @@ class Journeys:
         return self.log.read(table, struct, above=above, **more)
 
     def _recent(self, since: dt.datetime, messages: Collection[str]) -> list[DataFrame]:
-        day, start = _day_of(since), timestamp(since)
+        day = _day_of(since)
         ids = ", ".join(f"'{uuid.UUID(one).hex}'" for one in messages)
 
         def read(table: str, struct: t.StructType, *clocks: str) -> DataFrame:
@@ -357,14 +357,18 @@ class Journeys:
             last = self._last(self.goal, "outbox")
             settled = self.log.archived("outbox", again, {}, last, since=day)
             resent = sent.unionByName(settled)
-        resent = resent.where(sf.col("created_at") >= start).where("replay_id <> ''")
+        left = sf.greatest("created_at", "due_at", "dispatched_at") >= timestamp(since)
+        those = resent.where(left).where("replay_id <> ''").select("message_id")
         received = read("inbox", RECEIVED, "first_received_at", "last_received_at")
-        if resent.isEmpty():
+        sent = sent.select(*SENT.fieldNames())
+        # A message that was replayed may have been sent, received and buried long ago.
+        found = {one.message_id for one in those.distinct().limit(MOST + 1).collect()}
+        if found <= set(messages):
             return [sent, received, letters]
-        # A message that was replayed may have been received, and died, long ago.
-        those = resent.select("message_id")
-        recent = {"inbox": received, "dead_letters": letters}
-        return [sent] + [
+        if len(named := found.union(messages)) <= MOST:
+            return self._recent(since, named)
+        recent = {"outbox": sent, "inbox": received, "dead_letters": letters}
+        return [
             rows.join(those, "message_id", "left_anti").unionByName(
                 self._unsettled(table, _SIDES[table]).join(
                     those, "message_id", "left_semi"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
@@ -190,7 +191,7 @@ class WholeLog:
         struct = t.StructType([described.live_struct()[one] for one in ("id", end)])
         oldest = (
             f"t.id = (SELECT id FROM {described.relation} WHERE {ended}"
-            f" ORDER BY {end} LIMIT 1)"
+            f" ORDER BY {end}, id LIMIT 1)"
         )
         archived = self._archived_from(table)
         found: dict[str, dt.datetime] = {}
@@ -221,12 +222,15 @@ class WholeLog:
         names = ("service", "id", end, "deliveries")
         struct = t.StructType([one for one in there if one.name in names])
         rows = self._archived(table, struct, named, until=first).where(ended)
-        oldest = rows.groupBy("service").agg(
-            sf.min(end).alias(end), sf.min_by("id", end).alias("id")
-        )
+        first_row = sf.min(sf.struct(end, "id")).alias("row")
+        # Of several databases, the lake does not tell whose row it is.
+        alone = Counter(live.service for live in self.live)
         return {
-            one["service"]: [EPOCH if one["id"] == 1 else one[end]]
-            for one in oldest.toArrow().to_pylist()
+            service: [EPOCH if row["id"] == 1 and alone[service] == 1 else row[end]]
+            for service, row in (
+                one.values()
+                for one in rows.groupBy("service").agg(first_row).toArrow().to_pylist()
+            )
         }
 
     def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
