@@ -89,7 +89,9 @@ class Run:
 
     def start(self, connection: Connection) -> None:
         """Take the start time from the database's clock."""
-        self.started_at, self._began = connection.clock(), time.monotonic()
+        # In this order: `now` must not be early. A check that ran in between would miss
+        # the run's findings.
+        self._began, self.started_at = time.monotonic(), connection.clock()
 
     @property
     def state(self) -> str:
