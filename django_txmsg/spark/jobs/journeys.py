@@ -343,8 +343,7 @@ class Journeys:
             tests = [f"t.{clock} >= {{day}}" for clock in clocks]
             tests += [f"t.message_id IN ({ids})"] if ids else []
             where = f"({' OR '.join(tests)})"
-            # A message that became due since then may have been stored, and archived,
-            # long before.
+            # What became due since then may have been archived long before.
             whole = bool(ids) or (table == "outbox" and not self.goal)
             return self._unsettled(table, struct, since=day, where=where, whole=whole)
 
