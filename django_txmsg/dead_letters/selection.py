@@ -15,14 +15,13 @@ from typing import Any
 from django.db.models import Count, Max, Min, Q, QuerySet, Sum, Value
 from django.db.models.functions import Now
 from django.db.models.lookups import Exact
-from django.utils import timezone
 
 from .. import conf, wire
 from ..errors import TxmsgError
 from ..models import DeadLetter, Run
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
-from ..models.fields import Holds, MessageKey, OneOf, clock
+from ..models.fields import Holds, MessageKey, OneOf, clock, local
 from ..rules import dead_letters as rules
 from ..sending.undoing import IN_DOUBT
 
@@ -99,8 +98,7 @@ def filter_text(filters: Mapping[str, Any]) -> str:
         elif name == "again":
             parts.append("failed again")
         elif name in ("since", "before"):
-            here = timezone.localtime(instant(value))
-            parts.append(f"{name} {here:%Y-%m-%d %H:%M:%S %Z}")
+            parts.append(f"{name} {local(instant(value))}")
         else:
             parts.append(f"{name} {value or '(relay)'}")
     return ", ".join(parts) or "all"

@@ -15,14 +15,13 @@ from ..dead_letters import masking
 from ..errors import TxmsgError
 from ..flows import acts
 from ..models import FlowStep, FlowUndo, Run
-from ..models.fields import Later, clock
+from ..models.fields import Later, clock, local
 from ..models.monitoring import Deed
 from ..monitoring import runs
 from ..monitoring.lengths import duration
 from ..rules.dead_letters import wrong_rate
 from .terminal import (
     chosen_database,
-    local,
     not_blank,
     print_list,
     printable,

@@ -10,11 +10,12 @@ from django.core.management.base import BaseCommand, CommandError
 
 from .. import conf
 from ..models import Alert, AuditEntry
+from ..models.fields import local
 from ..models.monitoring import Deed
 from ..monitoring import process_states
 from ..monitoring.alerting import said_unwatched
 from ..monitoring.process_states import WITHIN
-from .terminal import chosen_database, local, not_blank, print_list, values
+from .terminal import chosen_database, not_blank, print_list, values
 
 
 class Alerts(BaseCommand):
@@ -91,10 +92,11 @@ class Audit(BaseCommand):
             entries = entries.filter(deed=options["deed"])
         if options["text"]:
             entries = entries.filter(text__icontains=options["text"])
-        found = entries.order_by("-pk")[: max(options["limit"], 0)]
+        found = entries.select_related("operation").order_by("-pk")
+        found = found[: max(options["limit"], 0)]
         rows = (
             values(one, "at", "by", "deed", "text", "done") | {"shown": one.count}
-            for one in found.select_related("operation")
+            for one in found
         )
         lines = (f"{local(one.at)}  {one.by}: {one.text}" for one in found)
         none = "There is no such entry."

@@ -17,9 +17,10 @@ from .. import wire
 from ..consuming import deadline
 from ..errors import InvalidMessage
 from ..models import BulkOperation, OutboxMessage
+from ..models.fields import local
 from ..models.monitoring import Deed
 from ..sending.pending import cancel_message, reschedule_message
-from .terminal import chosen_database, local, operator, print_list, record
+from .terminal import chosen_database, operator, print_list, record
 
 log = logging.getLogger("django_txmsg.pending")
 
@@ -173,7 +174,8 @@ class Bulk(BaseCommand):
 
     def _list(self, using: str, limit: int, as_json: bool) -> None:
         found: Any = BulkOperation.objects.using(using).order_by("-pk")[: max(limit, 0)]
-        rows, lines = found.values(*_FACTS), map(_line, found)
+        rows = ({name: getattr(one, name) for name in _FACTS} for one in found)
+        lines = map(_line, found)
         none = "There is no bulk operation."
         print_list(self.stdout, "operations", rows, lines, none, as_json=as_json)
 

@@ -16,6 +16,7 @@ from ..consuming import rates
 from ..envelope import serializers
 from ..errors import TxmsgError
 from ..models import Schedule, StageState
+from ..models.fields import local
 from ..models.monitoring import Deed
 from ..monitoring import pausing, schedule, status
 from ..monitoring.schedule import Timing
@@ -23,7 +24,6 @@ from ..monitoring.waiting import capped
 from ..scheduling import timetable
 from ..stages import all_stages
 from .terminal import (
-    local,
     operator,
     print_list,
     printable,

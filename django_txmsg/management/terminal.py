@@ -22,7 +22,6 @@ from django.db import (
     router,
 )
 from django.db.models import Model
-from django.utils import timezone
 
 from ..envelope.stage_options import UNITS
 from ..errors import TxmsgError
@@ -80,11 +79,6 @@ def print_list(
         return
     for line in list(lines) or [none]:
         out.write(printable(line))
-
-
-def local(instant: dt.datetime) -> str:
-    """Format an instant to the second, in `TIME_ZONE`, followed by that zone's name."""
-    return f"{timezone.localtime(instant):%Y-%m-%d %H:%M:%S %Z}"
 
 
 # Preconditions of a command: a database, and the package's tables in it.

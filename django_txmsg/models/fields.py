@@ -14,10 +14,16 @@ from typing import Any
 
 from django.db import connections, models
 from django.db.models import F
+from django.utils import timezone
 
 from .. import wire
 from ..django_internals import in_block
 from ..rules import Rule
+
+
+def local(instant: dt.datetime) -> str:
+    """Format an instant to the second, in `TIME_ZONE`, followed by that zone's name."""
+    return f"{timezone.localtime(instant):%Y-%m-%d %H:%M:%S %Z}"
 
 
 def now_sql(connection: Any) -> str:

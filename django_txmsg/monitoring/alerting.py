@@ -15,11 +15,11 @@ from functools import cached_property
 
 from django.core.mail import send_mail
 from django.db import router
-from django.utils import timezone
 
 from .. import conf, signals
 from ..conf.schema import BAD
 from ..models import Alert
+from ..models.fields import local
 from ..models.monitoring import LEASE
 from ..runtime import liveness
 from ..scheduling.time_loop import TimeLoop
@@ -193,8 +193,8 @@ class Alerting(TimeLoop):
         # A header has no line ends.
         subject = " ".join(message["text"].split())[:200]
         try:
-            since = f"{timezone.localtime(alert.since):%Y-%m-%d %H:%M:%S %Z}"
-            send_mail(subject, f"{alert.text}\n\nSince {since}.", None, to)
+            text = f"{alert.text}\n\nSince {local(alert.since)}."
+            send_mail(subject, text, None, to)
         except Exception as error:  # of any kind, by the project's mail backend
             log.warning("alert %s was not mailed: %r", alert.name, error)
             return False

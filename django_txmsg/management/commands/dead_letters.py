@@ -23,7 +23,7 @@ from ...dead_letters.selection import Shown
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk_operation import BulkKind, BulkState
 from ...models.dead_letter import Resolution
-from ...models.fields import clock
+from ...models.fields import clock, local
 from ...models.monitoring import Deed
 from ...monitoring import dead, turns
 from ...sending.undoing import GONE_ON
@@ -31,7 +31,6 @@ from ...stages import all_stages
 from ..terminal import (
     DatabaseCommand,
     chosen_database,
-    local,
     not_blank,
     operator,
     printable,
