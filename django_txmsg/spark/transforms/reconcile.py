@@ -382,7 +382,7 @@ def _verdict(by: Judgement) -> Column:
     foreign = ~sf.col("was_sent") & fits(sf.col("told_by"), by.external_senders)
     told_at = sf.coalesce("told_at", "received_at")
     kept = told_at >= of_service(sf.col("told_by"), by.outbox_from)
-    # A message that was revoked before it arrived was told of by its canceller.
+    # A message that was revoked before it arrived has a row only because of that.
     came = sf.col("revoked_at").isNull() | (sf.col("deliveries") > 0)
     unknown = ~sf.col("was_sent") & ~foreign & came & sf.coalesce(kept, sf.lit(True))
     brokers = [one[len(BROKER) :] for one in by.external if one.startswith(BROKER)]
