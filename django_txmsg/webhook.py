@@ -21,7 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -144,7 +144,7 @@ class Webhook:
             error.close()
             self.error = f"{self.shown} answered {error.code}"
             return error.code >= 500 or error.code in (408, 425, 429)
-        except (OSError, HTTPException, ValueError) as error:
+        except Exception as error:  # such as RuntimeError: no thread can be started
             # Its text may contain the URL.
             reason = getattr(error, "reason", error)
             why = getattr(reason, "strerror", None) or type(reason).__name__

@@ -236,6 +236,25 @@ def test_a_receiver_that_fails_keeps_neither_the_relay_nor_the_other_one(
         assert Alert.objects.get().delivered == "firing"
 
 
+@pytest.mark.django_db
+def test_alert_is_mailed_and_called_later_if_no_thread_can_be_started(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with alerts("dead", MAIL=[MAIL]):
+        loop = Alerting(["default"])
+        factories.DeadLetterFactory()
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Timer, "start", refuse)
+            loop.tick()
+        assert (len(receiver.calls), len(mail.outbox)) == (0, 1)
+        Alert.objects.update(lease_until=factories.ago(seconds=1))
+        loop.tick()
+        assert (len(receiver.calls), len(mail.outbox)) == (1, 1)
+
+
 @pytest.mark.django_db(databases=["default", "other"])
 def test_nothing_is_over_only_because_a_database_does_not_answer() -> None:
     def refuse(*_: Any) -> Any:
