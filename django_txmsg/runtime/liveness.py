@@ -29,19 +29,20 @@ class State:
     """Seconds since that turn, without the pause that the loop had announced."""
 
 
-def begin(name: str) -> None:
-    """Watch the current thread from now on, until `ended()`."""
-    _loops[threading.get_ident()] = (name, time.monotonic())
+def begin(name: str, *, ready: bool = True) -> None:
+    """Watch the current thread from now on, until `ended()`. The process is not ready
+    before each of its loops is."""
+    _loops[threading.get_ident()] = (name, time.monotonic(), ready)
 
 
-def turned(pause: float = 0.0) -> None:
+def turned(pause: float = 0.0, *, ready: bool = True) -> None:
     """Record that the current thread has completed an iteration of its loop, and that
     it may now wait for `pause` seconds. Does nothing in a thread that has not called
     `begin()`."""
     ident = threading.get_ident()
     known = _loops.get(ident)
     if known is not None:
-        _loops[ident] = (known[0], time.monotonic() + pause)
+        _loops[ident] = (known[0], time.monotonic() + pause, ready)
 
 
 def ended() -> None:
@@ -59,13 +60,13 @@ def state() -> State:
     """Return the state of this process."""
     now = time.monotonic()
     loops = list(_loops.values())
-    name, turned_at = min(loops, key=lambda one: one[1], default=("", now))
-    ready = bool(loops) and not _stop_requested
+    name, turned_at, _ = min(loops, key=lambda one: one[1], default=("", now, False))
+    ready = bool(loops) and all(one[2] for one in loops) and not _stop_requested
     return State(ready, name, max(0.0, now - turned_at))
 
 
-#: By thread: the name of its loop, and when it turned last.
-_loops: dict[int, tuple[str, float]] = {}
+#: By thread: the name of its loop, when it turned last, and whether it is ready.
+_loops: dict[int, tuple[str, float, bool]] = {}
 _stop_requested = False
 
 #: By thread: the handler that it runs.

@@ -455,7 +455,7 @@ def test_a_locked_table_keeps_one_scrape_and_its_connection(
 ) -> None:
     """Prometheus gives up, and asks again."""
     monkeypatch.setattr("django_txmsg.management.commands._workers.PATIENCE", 0.1)
-    server = HttpServer("127.0.0.1:0", lambda within: "", lambda: True)
+    server = HttpServer("127.0.0.1:0", lambda within: "")
     table = OutboxMessage._meta.db_table
     with server.answering() as where, ThreadPoolExecutor(1) as pool:
         with transaction.atomic(), connection.cursor() as cursor:

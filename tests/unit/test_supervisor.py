@@ -7,12 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
 
 from django_txmsg.management.commands import _supervisor
 from django_txmsg.management.commands._supervisor import Supervisor
+from django_txmsg.runtime import liveness
+from tests.faults import wait_until
 
 
 def test_a_child_that_cannot_be_started_is_tried_again_later(
@@ -29,6 +32,30 @@ def test_a_child_that_cannot_be_started_is_tried_again_later(
     slot.failures, slot.start_at = 5_000, 0.0
     supervisor._look(slot)
     assert "next try in 30 s" in caplog.text
+
+
+def test_parent_without_a_working_child_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    for name in ("FIRST_PAUSE", "INTERVAL"):
+        monkeypatch.setattr(_supervisor, name, 0.01)
+    monkeypatch.setattr(liveness, "_stop_requested", False)
+    states: list[liveness.State] = []
+
+    def watch() -> None:
+        try:
+            wait_until(lambda: caplog.text.count("next try") > 2)
+            states.append(liveness.state())
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    supervisor, watcher = Supervisor(1), threading.Thread(target=watch)
+    watcher.start()
+    assert supervisor.run() == 0
+    watcher.join()
+    (state,) = states
+    assert (state.loop, state.ready) == ("txmsg-supervisor", False)
 
 
 def test_a_sigint_while_a_child_starts_is_not_lost(

@@ -158,11 +158,11 @@ class Supervisor:
     def run(self) -> int:
         """Keep children running until a signal has ended all of them. Return the
         highest of their exit codes."""
-        liveness.begin("txmsg-supervisor")
+        liveness.begin("txmsg-supervisor", ready=False)
         # By the socket, so that no signal handler interrupts the loop's work.
         with signals_read(SIGNALS, lambda *_: None) as reading:
             while True:
-                liveness.turned()
+                liveness.turned(ready=self.ready)
                 for slot in self.slots:
                     self._look(slot)
                 if self._stops and not any(slot.process for slot in self.slots):

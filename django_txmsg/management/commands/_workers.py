@@ -53,10 +53,9 @@ class HttpServer(ThreadingHTTPServer):
         self,
         address: str,
         alive: Callable[[float], str],
-        ready: Callable[[], bool],
         folder: str | None = None,
     ) -> None:
-        self.alive, self.ready, self.folder = alive, ready, folder
+        self.alive, self.folder = alive, folder
         #: Held by the one request that queries the database.
         self.querying = threading.Lock()
         host, port = address_of(address)
@@ -94,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/alive":
             self._alive(address.query)
         elif path == "/ready":
-            ready = self.server.ready()
+            ready = liveness.state().ready
             self._answer(200 if ready else 503, "ready" if ready else "not ready")
         elif path == "/metrics":
             self._metrics()
@@ -209,7 +208,6 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
             server = HttpServer(
                 options["http"],
                 lambda within: alive(within) or supervisor.alive(within),
-                lambda: supervisor.ready,
                 folder,
             )
             address = stack.enter_context(server.answering())
@@ -242,9 +240,7 @@ def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
             with suppress(ConfigurationError):  # without the extra: /metrics says so
                 metrics.install()
             if not _supervisor.is_child() or options.get("reload"):
-                server = HttpServer(
-                    options["http"], alive, lambda: liveness.state().ready
-                )
+                server = HttpServer(options["http"], alive)
                 address = stack.enter_context(server.answering())
                 say(stderr, f"Answering at {address}.")
         yield
