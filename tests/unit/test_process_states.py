@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.core.management import load_command_class
+from django.test import override_settings
 
 from django_txmsg.monitoring import process_states
 from django_txmsg.runtime import liveness
@@ -23,6 +25,18 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(process_states, "INTERVAL", 0.01)
     yield
     liveness.ended()
+
+
+def test_alive_is_answered_although_a_system_check_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    liveness.begin("loop")
+    command = load_command_class("django_txmsg", "txmsg")
+    failing = override_settings(FILE_UPLOAD_TEMP_DIR="/nowhere")  # files.E001
+    with process_states.written(), failing:
+        # As from the command line: call_command() would skip the checks.
+        command.run_from_argv(["manage.py", "txmsg", "alive", "--ready"])
+    assert capsys.readouterr().out == f"Alive: {os.getpid()}.\n"
 
 
 def test_a_short_state_is_read_after_a_long_one() -> None:

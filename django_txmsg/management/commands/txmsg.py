@@ -53,6 +53,8 @@ class Command(DatabaseCommand):
         for name, command in sorted(self._verbs.items()):
             verb = verbs.add_parser(name, help=command.help, description=command.help)
             command.add_arguments(verb)
+            if not command.requires_system_checks:  # Django reads it only of `txmsg`
+                verb.set_defaults(skip_checks=True)
 
     def handle(self, *args: Any, **options: Any) -> None:
         command = self._verbs[options.pop("verb")]
