@@ -6,8 +6,11 @@ certainly in the state. On exit, the context manager repairs the system.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -48,6 +51,12 @@ def declare() -> None:
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=script["name"], message_id=str(message.id))
+        if message.body == script.get("fork_at"):
+            child = multiprocessing.get_context("fork").Process(target=signal.pause)
+            child.start()
+            child.terminate()
+            child.join()
+            print(f"the child ended: {child.exitcode}", flush=True)  # noqa: T201
         if message.body == script.get("hold_at"):
             print("in the handler", flush=True)  # noqa: T201 - the test waits for it
             while not go.exists():
@@ -60,6 +69,18 @@ def declare() -> None:
     stages.stage(script["destination"], redelivery=policy, **script.get("options", {}))(
         handler
     )
+    signal.signal(signal.SIGUSR1, hang)
+
+
+def hang(number: int, frame: object) -> None:
+    """Let the main thread wait in C for ever, as for a name server that is silent: it
+    runs no signal handler any more."""
+    library = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(256)
+    library.pthread_mutex_init(mutex, None)
+    library.pthread_mutex_lock(mutex)
+    print("the main thread hangs", flush=True)  # noqa: T201 - the test waits for it
+    library.pthread_mutex_lock(mutex)
 
 
 class World:

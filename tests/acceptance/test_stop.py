@@ -143,6 +143,40 @@ def test_a_second_signal_stops_at_once(
     everything_happens_once(world)
 
 
+@pytest.mark.parametrize(("signals", "code"), [(1, 0), (2, 128 + signal.SIGTERM)])
+@pytest.mark.parametrize("command", ["relay", "consume"])
+def test_signals_end_a_process_whose_main_thread_hangs(
+    signals: int, code: int, command: str, world: World
+) -> None:
+    with states.idle(world, command):
+        wait_until(Worker.objects.exists)
+        world.process.process.send_signal(signal.SIGUSR1)
+        world.waiting("the main thread hangs")
+        world.process.terminate()
+        world.waiting("Stopping")
+        if signals == 2:
+            world.process.terminate()
+        assert world.process.wait(deadline=GRACE) == code, world.process.output
+        assert ("without an answer" in world.process.output) == (signals == 1)
+
+
+@pytest.mark.parametrize("command", ["consume", "run"])
+def test_a_handler_may_terminate_a_process_that_it_forked(
+    command: str, world: World
+) -> None:
+    """The signal ends the child, and does not stop the worker."""
+    world.script["fork_at"] = 2
+    world.dispatch()
+    world.start(command)
+    world.waiting(f"the child ended: {-signal.SIGTERM}")
+    wait_until(lambda: not QueueMessage.objects.exists())
+    assert world.process.running
+    assert "Stopping" not in world.process.output
+    world.process.terminate()
+    world.process.succeed()
+    everything_happens_once(world)
+
+
 def everything_happens_once(world: World) -> None:
     """Process the remaining messages in this process, and check that each message had
     one effect."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -68,13 +67,10 @@ def test_a_sigint_while_a_child_starts_is_not_lost(
         os.kill(os.getpid(), signal.SIGINT)
         return popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE)
 
-    def handle(number: int, _: socket.socket) -> None:
-        came.append(number)
-
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     reading, writing = os.pipe()
     try:
-        with _supervisor.signals_read([signal.SIGINT], handle):
+        with _supervisor.signals_read([signal.SIGINT], came.append):
             child = _supervisor.start(reading)
         assert came == [signal.SIGINT]
         # A terminal's Ctrl-C does not reach the child.

@@ -13,11 +13,12 @@ import contextlib
 import ctypes
 import gc
 import os
+import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,69 +44,75 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
-    """On the first SIGTERM or SIGINT, call `stop`. On the second, end the process. A
-    child process obeys only SIGTERM, and ends with its parent."""
+    """On the first SIGTERM or SIGINT, call `stop` in another thread. On the second, end
+    the process. A child process obeys only SIGTERM, and ends with its parent."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    seen = stopping = False
     signals: Sequence[signal.Signals] = SIGNALS
     if _supervisor.is_child():
         # A terminal sends Ctrl-C and its hang-up to all: the parent decides for them.
         signals = [signal.SIGTERM]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    ended = threading.Event()
-
-    def begin(reading: socket.socket) -> None:
-        nonlocal stopping
-        if not stopping:  # by a signal, or by the end of the parent
-            stopping = True
-            liveness.stopping()
-            insisting = (ended, reading, stderr)
-            threading.Thread(target=_insist, args=insisting, daemon=True).start()
-            stop()
-
-    def handle(number: int, reading: socket.socket) -> None:
-        nonlocal seen
-        if seen:
-            os._exit(128 + number)
-        seen = True
-        begin(reading)
-        say(
-            stderr,
-            "Stopping after the messages in progress. Press Ctrl-C again to quit now.",
-        )
-
-    with _supervisor.signals_read(signals, handle) as reading:
-        if _supervisor.is_child():
-            _supervisor.end_with_parent(lambda: begin(reading))
-        try:
-            yield
-        finally:
-            ended.set()
+    with _supervisor.signals_read(signals, lambda number: None) as reading:
+        # A main thread that waits in C, for a database or a name server, runs no signal
+        # handler. This thread ends with the block, which closes the socket's other end.
+        obeying = (reading.dup(), signals, stop, stderr)
+        threading.Thread(
+            target=_obey, args=obeying, name="txmsg-signals", daemon=True
+        ).start()
+        yield
 
 
-def _insist(ended: threading.Event, reading: socket.socket, stderr: Any) -> None:
-    """Exit on the second signal. Also exit if the process has not ended `PATIENCE`
-    seconds after the end of its last handler, because the process then waits for a
-    server that does not answer."""
-    since, signals = time.monotonic(), 0
-    while not ended.wait(0.2):
-        with contextlib.suppress(OSError):  # nothing to read
-            numbers = [number for number in reading.recv(64) if number in SIGNALS]
-            signals += len(numbers)
-            if signals > 1:
-                os._exit(128 + numbers[-1])
-        if handlers_running():
-            since = time.monotonic()
-        elif time.monotonic() - since > PATIENCE:
-            waiting = sorted(one.name for one in threading.enumerate())
-            say(
-                stderr,
-                f"Stopped without an answer after {PATIENCE:g} s. The messages in "
-                f"progress are delivered again. Waiting threads: {', '.join(waiting)}.",
-            )
-            os._exit(0)
+def _obey(
+    reading: socket.socket,
+    signals: Collection[int],
+    stop: Callable[[], None],
+    stderr: Any,
+) -> None:
+    """Call `stop` on the first signal, or when the parent has ended. Exit on the second
+    signal. Also exit if the process has not ended `PATIENCE` seconds after the end of
+    its last handler, because the process then waits for a server that does not
+    answer."""
+    sources = [reading.fileno(), *_supervisor.parent_pipe()]
+    pause: float | None = None  # until it stops
+    seen, since = 0, 0.0
+    with reading:
+        while True:
+            ready = select.select(sources, [], [], pause)[0]
+            numbers: list[int] = []
+            if reading.fileno() in ready:
+                read = reading.recv(64)
+                if not read:
+                    return  # the block has ended
+                numbers = [number for number in read if number in signals]
+                seen += len(numbers)
+                if seen > 1:
+                    os._exit(128 + numbers[-1])
+            if pause is None:
+                if not numbers and ready == sources[:1]:
+                    continue  # a signal of somebody else
+                pause, sources = 0.2, sources[:1]
+                liveness.stopping()
+                stop()
+                since = time.monotonic()
+            if numbers:
+                say(
+                    stderr,
+                    "Stopping after the messages in progress. Press Ctrl-C again to "
+                    "quit now.",
+                )
+            if handlers_running():
+                since = time.monotonic()
+            elif time.monotonic() - since > PATIENCE:
+                waiting = sorted(one.name for one in threading.enumerate())
+                say(
+                    stderr,
+                    f"Stopped without an answer after {PATIENCE:g} s. The messages in "
+                    f"progress are delivered again. Waiting threads: "
+                    f"{', '.join(waiting)}.",
+                )
+                os._exit(0)
 
 
 def say(stream: Any, text: str) -> None:

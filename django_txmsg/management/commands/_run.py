@@ -78,7 +78,7 @@ class Reloader:
                 os.close(self._read)
                 os.close(self._write)
 
-    def _on_signal(self, number: int, reading: object) -> None:
+    def _on_signal(self, number: int) -> None:
         self._signals.append(number)
         # A second signal would abort the messages of a child that is already draining.
         if self._child is not None and (not self._ending or len(self._signals) > 1):

@@ -11,7 +11,6 @@ after the previous child's replacement has started to work.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -25,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ...monitoring import process_states
 from ...runtime import liveness
@@ -68,46 +68,71 @@ def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[by
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with_parent(stop: Callable[[], None]) -> None:
-    """Call `stop` when the parent of this child process has ended."""
-
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            os.read(int(_pipe), 1)
-        stop()
-
-    threading.Thread(target=wait, name="txmsg-parent", daemon=True).start()
+def parent_pipe() -> list[int]:
+    """Return the end of the pipe that can be read from when the parent of this child
+    process has ended. Return an empty list in a process that is not a child."""
+    return [int(_pipe)] if _pipe else []
 
 
 @contextmanager
 def signals_read(
     signals: Collection[signal.Signals],
-    handle: Callable[[int, socket.socket], None],
+    handle: Callable[[int], None],
 ) -> Iterator[socket.socket]:
     """Call `handle` when one of these signals arrives, while the block runs.
 
-    Yields a socket from which the numbers of the signals can be read. `handle` is
-    called with the number and the same socket. While the main thread waits for a
-    database, it cannot run `handle`, but the number can already be read from the
-    socket.
+    Yields a socket from which the numbers of the signals can be read. While the main
+    thread waits for a database, it cannot run `handle`, but the number can already be
+    read from the socket.
     """
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
     before = {
-        number: signal.signal(number, lambda one, frame: handle(one, reading))
+        number: signal.signal(number, lambda one, frame: handle(one))
         for number in signals
     }
     fd_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    _before.update(before)
     try:
         yield reading
     finally:
+        _before.clear()
         signal.set_wakeup_fd(fd_before)
         for number, handler in before.items():
             signal.signal(number, handler)
         writing.close()
         reading.close()
 
+
+#: What the signals did that `signals_read` handles now.
+_before: dict[signal.Signals, Any] = {}
+
+
+_mask = threading.local()
+
+
+def _hold() -> None:
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _before)
+
+
+def _let_go() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _forget() -> None:
+    """Let a forked process obey signals as before `signals_read`. Its socket is also
+    this process's: the SIGTERM by which `multiprocessing` ends a child of a handler
+    would stop this process, and not the child."""
+    if _before:
+        signal.set_wakeup_fd(-1)
+        for number, handler in _before.items():
+            signal.signal(number, handler)
+    _let_go()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_forget)
 
 log = logging.getLogger("django_txmsg.supervisor")
 
@@ -160,7 +185,7 @@ class Supervisor:
         highest of their exit codes."""
         liveness.begin("txmsg-supervisor", ready=False)
         # By the socket, so that no signal handler interrupts the loop's work.
-        with signals_read(SIGNALS, lambda *_: None) as reading:
+        with signals_read(SIGNALS, lambda number: None) as reading:
             while True:
                 liveness.turned(ready=self.ready)
                 for slot in self.slots:
