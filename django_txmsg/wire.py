@@ -23,7 +23,8 @@ def format_instant(instant: dt.datetime) -> str:
 
 
 def parse_instant(text: str) -> dt.datetime:
-    """Return the aware instant of an RFC 3339 text.
+    """Return the instant of an RFC 3339 text, in UTC. PostgreSQL refuses some of the
+    offsets that Python accepts, for example +23:59.
 
     Raises ValueError if the text is malformed, the instant is naive, or the instant is
     so close to an end of the calendar that another time zone cannot express it.
@@ -35,7 +36,7 @@ def parse_instant(text: str) -> dt.datetime:
         raise ValueError(f"instant without a time zone: {text!r}")
     if not dt.MINYEAR < instant.year < dt.MAXYEAR:
         raise ValueError(f"instant at an end of the calendar: {text!r}")
-    return instant
+    return instant.astimezone(dt.timezone.utc)
 
 
 #: Where the answer to a request goes. Not `reply-to`, whose value RabbitMQ replaces.
@@ -384,8 +385,8 @@ def after(headers: Mapping[str, str]) -> tuple[uuid.UUID, dt.datetime] | None:
         own = headers.get(MESSAGE_ID)
         if own and uuid.UUID(own) == found:
             return None
-        return found, instant.astimezone(dt.timezone.utc)
-    except (ValueError, OverflowError):
+        return found, instant
+    except ValueError:
         return None
 
 

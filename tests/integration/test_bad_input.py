@@ -103,6 +103,22 @@ def test_impossible_instant_does_not_block_the_stage(created: str) -> None:
     assert [one.created_at for one in got] == [None]
 
 
+@pytest.mark.parametrize("offset", ["+23:59", "-16:00", "+00:00:30.5"])
+@pytest.mark.parametrize("body", [b"1", b"cut off"])
+def test_offset_that_postgresql_refuses_does_not_block_the_stage(
+    body: bytes, offset: str
+) -> None:
+    """The row of a processed message and the dead letter of an unreadable message are
+    stored."""
+    headers = {**JSON, "txmsg-created": f"2024-03-01T00:00:00{offset}"}
+    with declared(lambda message: None) as stage:
+        put(stage.destination, body, headers)
+        step(stage)
+        assert not QueueMessage.objects.filter(queue=stage.destination).exists()
+    processed = InboxMessage.objects.filter(processed_at__isnull=False).exists()
+    assert processed or DeadLetter.objects.exists()
+
+
 def test_the_same_bad_message_again_is_the_same_dead_letter() -> None:
     with declared(lambda message: None) as stage:
         message_id = uuid.uuid4()

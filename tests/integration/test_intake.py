@@ -13,7 +13,7 @@ from typing import Any
 import amqp
 import pytest
 
-from django_txmsg import jms
+from django_txmsg import jms, wire
 from django_txmsg.brokers.database import DatabaseBroker
 from django_txmsg.brokers.stomp import StompBroker
 from django_txmsg.consuming.intake import IntakeThread
@@ -159,6 +159,15 @@ def test_foreign_header_cannot_choose_a_forbidden_destination(
         pass
 
     assert DeadLetter.objects.get().destination == destination
+
+
+@committing
+def test_offset_that_postgresql_refuses_does_not_block_the_intake() -> None:
+    headers = {wire.CREATED: "2024-03-01T00:00:00+23:59"}
+    factories.QueueMessageFactory(queue="DLQ", headers=headers)
+    with taking_in("database://?poll=0.01", "DLQ"):
+        pass
+    assert DeadLetter.objects.get().headers[wire.CREATED] == headers[wire.CREATED]
 
 
 @committing

@@ -95,6 +95,15 @@ def test_an_instant_of_another_language_has_any_number_of_digits(
 
 
 @pytest.mark.parametrize(
+    ("offset", "before"), [("+23:59", "23:59"), ("+00:00:30.5", "00:00:30.500")]
+)
+def test_an_instant_of_any_offset_is_read_in_utc(offset: str, before: str) -> None:
+    """PostgreSQL refuses these offsets, so the instant must not keep them."""
+    read = wire.parse_instant(f"2024-03-01T{before}{offset}")
+    assert read.isoformat() == "2024-03-01T00:00:00+00:00"
+
+
+@pytest.mark.parametrize(
     "bad",
     [
         "",
