@@ -16,6 +16,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from .. import wire
+from ..envelope import serializers
+from ..errors import DecodeError
 from .destination import Destination
 from .errors import MessageFormatError, MessageNotAccessibleError
 from .frames import Frame
@@ -224,16 +226,10 @@ def encode_body(body: Any) -> tuple[bytes, str | None]:
 
 
 def _decode(raw: bytes, headers: Mapping[str, str]) -> Any:
-    kind, _, parameters = headers.get("content-type", "").lower().partition(";")
-    kind = kind.strip()
+    kind = headers.get("content-type", "")
     try:
-        if kind == "application/json":
-            return json.loads(raw)
-        if not kind.startswith("text/"):
-            return raw
-        charset = re.search(r"charset=\"?([a-z0-9_.:-]+)", parameters)
-        return raw.decode(charset[1] if charset else "utf-8")
-    except (LookupError, RecursionError, ValueError) as error:
+        return serializers.decode(raw, kind)
+    except DecodeError as error:
         raise MessageFormatError(
             f"The body is no {kind}, although its content type says so: {error}"
         ) from error

@@ -40,6 +40,16 @@ def test_any_bytes_are_decoded_or_refused_by_name(data: bytes, kind: str) -> Non
         serializers.decode(data, kind)
 
 
+@pytest.mark.parametrize("charset", ["punycode", "IDNA", "klingon"])
+def test_text_in_charset_of_domain_names_is_refused_as_unknown_charset_is(
+    charset: str,
+) -> None:
+    with pytest.raises(DecodeError, match="not text in") as refused:
+        serializers.decode(b"abc", f"text/plain; charset={charset}")
+    assert refused.value.reason == "undecodable_body"
+    assert serializers.decode(b"abc", "text/plain; charset=koi8-u") == "abc"
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

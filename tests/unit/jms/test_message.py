@@ -12,6 +12,7 @@ from django_txmsg import jms
 from django_txmsg.jms import destination as destinations
 from django_txmsg.jms.delivery import new_id
 from django_txmsg.jms.dialect import ACTIVEMQ, ARTEMIS, RABBITMQ, recognize
+from django_txmsg.jms.frames import Frame
 from django_txmsg.jms.message import encode_body
 
 
@@ -34,6 +35,17 @@ def test_a_body_is_text_bytes_or_json(body: Any, raw: bytes, kind: str | None) -
 def test_any_other_body_is_a_format_error(body: Any) -> None:
     with pytest.raises(jms.MessageFormatError):
         encode_body(body)
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain; charset=punycode", "text/plain;charset=klingon"]
+)
+def test_received_body_in_a_refused_charset_is_a_format_error(kind: str) -> None:
+    frame = Frame("MESSAGE", {"content-type": kind}, b"abc")
+    message = jms.Message.received(frame, "1", jms.Queue("orders"))
+    with pytest.raises(jms.MessageFormatError):
+        message.body  # noqa: B018 - the first access decodes the body
+    assert message.raw_body == b"abc"
 
 
 @pytest.mark.parametrize(
