@@ -137,11 +137,13 @@ def _signalled(declared: Declaration, message: Message) -> None:
         going = Going(declared, run, message)
         going.signalled(going.call(taken, message.body.read(taken.reader)))
         return
-    since = wire.parse_instant(at)
+    now = clock(declared.using)
+    # A time in the future, from another system, would never become too old.
+    since = min(wire.parse_instant(at), now)
     if run is not None or runs.filter(ended_at__gte=since).exists():
         _late(declared, message, None if run is None else run.run_id)
         return
-    age = clock(declared.using) - since
+    age = now - since
     if age >= SIGNAL_WAITS:
         raise DecodeError(
             "no_run", f"no run of {declared.name!r} with the key {key!r} has begun"

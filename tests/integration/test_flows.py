@@ -730,6 +730,21 @@ def test_a_signal_before_its_run_waits_for_it_and_for_no_other() -> None:
     assert DeadLetter.objects.get().reason == "no_run"
 
 
+def test_signal_dated_in_the_future_waits_no_longer_than_any_other() -> None:
+    stage = stages.find(["shop.checkout.steps"])[0]
+    with transaction.atomic():
+        Checkout.signal("nobody", Note("lost"))
+    signal = OutboxMessage.objects.get()
+    kind, name, _, key = signal.headers[wire.TICKET].split(";")
+    signal.headers[wire.TICKET] = f"{kind};{name};9998-01-01T00:00:00Z;{key}"
+    signal.save(update_fields=["headers"])
+    ship()
+    take(stage)
+    stored_again = OutboxMessage.objects.exclude(pk=signal.pk).get()
+    since = wire.parse_instant(stored_again.headers[wire.TICKET].split(";")[2])
+    assert since <= stored_again.created_at
+
+
 def test_cancelling_undoes_and_answers() -> None:
     run = place()
     drain()
