@@ -115,13 +115,20 @@ def in_inbox(
 ) -> list[Waiting]:
     """Return the messages that wait for an attempt, by stage: for a redelivery, or for
     a slot of the stage's rate. Blocked messages and messages that need newer code are
-    not counted. `held` are the paused stages. Their messages never count as due."""
+    not counted. A message that a worker has claimed does not count as due. `held` are
+    the paused stages. Their messages never count as due.
+
+    With `most`, only unclaimed messages are counted: otherwise claimed ones, which are
+    the first, might hide one that is due."""
+    free = "" if most is None else f" AND {rules.NOT_LEASED.sql('r', now='{now}')}"
     return _by_place(
         using,
         "django_txmsg_inboxmessage",
         ("stage",),
         inbox.RETRYING,
         due="due_at",
+        since=inbox.DUE_SINCE.sql("r"),
+        also=free,
         retried="TRUE",
         for_rate="slot IS NOT NULL",
         leased=rules.LEASED.sql(now="{now}"),
@@ -232,10 +239,14 @@ def _by_place(
     most: int | None,
     held: Collection[str] = (),
     for_rate: str = "FALSE",
+    since: str = "",
+    also: str = "",
 ) -> list[Waiting]:
     """Count the rows of each place, at most `most` rows per place, the earliest due
     times first. A place with many rows does not affect the counts of other places. If a
-    place is in `held`, none of its rows counts as due."""
+    place is in `held`, none of its rows counts as due. A row is due from `since` on, by
+    default from `due` on, which is the column of an index. `also` is a further
+    condition."""
     connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
     limit = (CAP if most is None else most) + 1
@@ -254,9 +265,9 @@ def _by_place(
     sql = f"""
         {places_sql(table, columns, rule)}
         SELECT {place}, (SELECT {counts} FROM (
-            SELECT {due} AS due, {leased.format(now=now)} AS leased,
+            SELECT {since or due} AS due, {leased.format(now=now)} AS leased,
                 {retried} AS retried, {for_rate} AS for_rate
-            FROM {table} r WHERE {same} AND {rule.sql("r")}
+            FROM {table} r WHERE {same} AND {rule.sql("r")}{also.format(now=now)}
             ORDER BY {due} LIMIT {limit}) AS bounded)
         FROM places JOIN {table} o ON o.id = places.id ORDER BY {place}
     """  # noqa: S608 - constants only

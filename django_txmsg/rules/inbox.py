@@ -3,7 +3,7 @@ a message waits, and when its failed attempts may be deleted."""
 
 from __future__ import annotations
 
-from . import Rule
+from . import NOT_LEASED, Rule
 from .dead_letters import is_open
 
 #: Subquery of the names of all paused stages, whose consumers take no messages now; a
@@ -37,8 +37,15 @@ PAUSED = Rule("{stage} IN " + PAUSED_NAMES)
 #: is never late, however long it waits.
 HELD_BACK = Rule("{needs_version} IS NOT NULL") | BLOCKED | PAUSED
 
-#: It should be tried now. It is overdue if this was true OVERDUE ago already.
-DUE = PARKED & Rule("{due_at} <= {now}") & ~HELD_BACK
+#: It should be tried now, and no worker has claimed it. It is overdue if this was true
+#: OVERDUE ago already.
+DUE = PARKED & Rule("{due_at} <= {now}") & NOT_LEASED & ~HELD_BACK
+
+#: When it became due. A claim leaves `due_at`, but as long as the lease lasts, no other
+#: worker could try it.
+DUE_SINCE = Rule(
+    "CASE WHEN {lease_until} > {due_at} THEN {lease_until} ELSE {due_at} END"
+)
 
 #: A OnceTask's message that Celery killed by its time limit, or that was revoked: the
 #: worker could not record it, and the message is not delivered again. (Messages from

@@ -185,7 +185,7 @@ class Telling:
 def lag(connection: Connection, source: SourceSpec) -> float:
     """Return the seconds since the oldest due message became due. Pending messages
     count, and so do messages that wait for another attempt. Messages that are held back
-    do not count."""
+    or that a worker is processing do not count."""
     now = connection.clock()
     literal = open_database(source).instant(now, upper=True)
     oldest = [
@@ -193,7 +193,7 @@ def lag(connection: Connection, source: SourceSpec) -> float:
         for (found,) in connection.rows(
             "SELECT min(due_at) FROM django_txmsg_outboxmessage"
             f" WHERE {outbox.DUE.sql(now=literal)} UNION ALL"
-            " SELECT min(due_at) FROM django_txmsg_inboxmessage"
+            f" SELECT min({inbox.DUE_SINCE.sql()}) FROM django_txmsg_inboxmessage"
             f" WHERE {inbox.DUE.sql(now=literal)}"
         )
     ]

@@ -533,6 +533,20 @@ def check_overdue(what: str, gauge: str, *, state: str) -> None:
     assert health.look().state == state
 
 
+def test_running_redelivery_is_not_due_and_hides_none_that_is() -> None:
+    def parked(**columns: Any) -> None:
+        factories.InboxMessageFactory(stage="a", parked=True, **columns)
+
+    parked(due_at=ago(hours=1), lease_until=ago(minutes=-1), lease_token=uuid.uuid4())
+    assert not health.look().oldest["redelivery"]
+    assert (status.read().overdue, status.read().parked.in_flight) == (0, 1)
+
+    parked(due_at=ago(minutes=20))
+    found = health.look().oldest["redelivery"]
+    assert found == pytest.approx(dt.timedelta(minutes=20), abs=dt.timedelta(minutes=1))
+    assert status.read().overdue == 1
+
+
 def test_a_recurring_message_that_is_not_stored_is_overdue(
     admin_client: Client,
 ) -> None:

@@ -228,6 +228,16 @@ def received() -> Iterator[tuple[str, dict[str, Any]]]:
     }
     for why, due in itertools.product(held, DUE):
         yield f"{why}, due {due}", {"parked": True, "due_at": DUE[due], **held[why]}
+    for due, lease in itertools.product(DUE, ("held", "ended")):
+        yield (
+            f"held back by nothing, due {due}, {lease}",
+            {
+                "parked": True,
+                "due_at": DUE[due],
+                "lease_until": LEASES[lease],
+                "lease_token": uuid.uuid4(),
+            },
+        )
 
 
 def test_all_agree_on_a_received_message() -> None:
@@ -237,8 +247,10 @@ def test_all_agree_on_a_received_message() -> None:
     for what, columns in received():
         row = make.InboxMessageFactory(first_received_at=ago(hours=3), **columns)
         parked = row.due_at is not None
-        due = parked and row.due_at <= ago() and "held back by nothing" in what
-        overdue = due and row.due_at <= ago(minutes=2)
+        # A row that a worker has claimed is due again when the lease ends.
+        since = max(filter(None, (row.due_at, row.lease_until)), default=None)
+        due = parked and since <= ago() and "held back by nothing" in what
+        overdue = due and since <= ago(minutes=2)
         asked: Asked = {
             "the console's filter": one(InboxMessage, states["redelivering"]),
             "the overview": lambda: bool(status.read().parked.count),
@@ -259,7 +271,7 @@ def test_all_agree_on_a_received_message() -> None:
             ),
         }
         agree(f"overdue: {what}", overdue, asked)
-        agree_on_lag(f"lag: {what}", row.due_at if due else None)
+        agree_on_lag(f"lag: {what}", since if due else None)
         asked = {
             "the console's filter": one(InboxMessage, states["newer"]),
             "the overview": lambda: any(
