@@ -142,7 +142,7 @@ def look(*aliases: str) -> Health:
     for using in aliases or databases.with_tables():
         try:
             oldest = _oldest(using, now, paused)
-            lines = turns.lines(using).values()
+            lines = turns.lines(using, paused).values()
             full = StageState.objects.using(using).exclude(full_since=None).count()
             needing = waiting.for_newer_code(using).values()
             ticks = schedule.late(using, now)

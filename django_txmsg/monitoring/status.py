@@ -305,7 +305,7 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
         place.waiting = total(
             [place.waiting, Waiting(newer.count, retried=newer.count)]
         )
-    for name, line in turns.lines(using).items():
+    for name, line in turns.lines(using, paused).items():
         _place(status.stages, name, using).line = line
         if line.held:
             status.held_keys += turns.held(using, [name])

@@ -55,9 +55,10 @@ class HeldKey:
     """The state of the message that it waits for."""
 
 
-def lines(using: str) -> dict[str, Line]:
+def lines(using: str, paused: Collection[str] = ()) -> dict[str, Line]:
     """Return the blocked messages of each stage. At most CAP messages of a stage are
-    counted."""
+    counted. At a `paused` stage no key counts as held, because its messages wait for
+    the operator who paused the stage."""
     connection: Any = connections[using]
     table = InboxMessage._meta.db_table
     counts = array_sql(
@@ -81,6 +82,7 @@ def lines(using: str) -> dict[str, Line]:
     found = {}
     for stage, counted in rows:
         count, size, since, late = read_array(counted)
+        late = 0 if stage in paused else late
         found[stage] = Line(int(count), int(size or 0), read_instant(since), late)
     return found
 
@@ -179,8 +181,9 @@ def _why(using: str, row: InboxMessage | None, before: uuid.UUID | None) -> str:
         return "which is dead"
     if row.waits_for is not None:
         return "which waits for it in a circle"
-    if row.due_at is not None:
+    if row.processed_at is not None:
+        return "which is processed"
+    if row.due_at is not None and row.lease_token is None:
         return "which waits for its redelivery"
-    if row.processed_at is None:
-        return "which has not been redelivered"
-    return "which is processed"
+    # A handler's transaction marks the row, so others do not see the mark yet.
+    return "which is being processed, or whose worker has died"

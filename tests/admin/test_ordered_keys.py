@@ -13,10 +13,14 @@ from django.core.management import call_command
 from django.test import Client
 from django.utils import timezone
 
-from django_txmsg import stages
+from django_txmsg import health, stages
 from django_txmsg.models import DeadLetter, InboxMessage
+from django_txmsg.monitoring import alarms
+from django_txmsg.monitoring import status as monitoring
 from tests import factories
 from tests.running import declared
+
+PARKED = {"due_at": timezone.now(), "headers": {}, "body": b""}
 
 
 @pytest.fixture
@@ -122,8 +126,9 @@ def test_page_of_a_skipped_message_says_that_it_runs_late(operator: Client) -> N
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ({}, "has not been redelivered"),
-        ({"due_at": timezone.now(), "headers": {}, "body": b""}, "its redelivery"),
+        ({}, "is being processed, or whose worker has died"),
+        (PARKED, "waits for its redelivery"),
+        ({**PARKED, "lease_token": uuid.uuid4()}, "is being processed, or whose"),
         ({"processed_at": timezone.now()}, "is processed"),
         (None, "has not arrived"),
     ],
@@ -137,6 +142,19 @@ def test_state_of_a_predecessor_is_shown(
     else:
         rows.update(**{"dead_at": None, **what})
     assert why in printed("order", "list")
+
+
+def test_keys_of_a_paused_stage_raise_no_alarm(
+    letter: DeadLetter, operator: Client
+) -> None:
+    assert health.look().ordered["held_keys"] == 1
+    factories.StageStateFactory(stage=letter.stage)
+
+    assert health.look().ordered == {"waiting": 2, "held_keys": 0, "full_stages": 0}
+    picture = monitoring.read()
+    assert picture.stages[letter.stage].line.count == 2
+    assert "order" not in {alarm.kind for alarm in alarms.of(picture)}
+    assert f"key k: 2 waiting for {letter.message_id}" in printed("order", "list")
 
 
 def test_list_names_a_predecessor_that_its_relay_gave_up(letter: DeadLetter) -> None:
