@@ -100,7 +100,8 @@ class Event:
 _EVENTS = (
     Event(signals.message_processed, "processing_seconds", "Time in the stage.",
           number="duration", buckets=BUCKETS),
-    Event(signals.message_processed, "critical_seconds", "From stored to processed.",
+    Event(signals.message_processed, "critical_seconds",
+          "From stored to processed, by two clocks.",
           number="critical_time", buckets=BUCKETS),
     Event(signals.message_redelivered, "redeliveries",
           "Failed attempts to be repeated."),

@@ -24,8 +24,8 @@ message_dispatched = Signal()
 
 message_processed = Signal()
 """A stage's transaction was committed. Arguments: id, destination, stage, attempt,
-duration (seconds in the stage), critical_time (seconds since it was stored, or None),
-employed (whether the stage used the database)."""
+duration (seconds in the stage), critical_time (seconds since it was stored, by two
+clocks, or None), employed (whether the stage used the database)."""
 
 message_duplicate = Signal()
 """A copy of a processed message was dropped. Arguments: id, destination, stage."""

@@ -239,10 +239,11 @@ def announce_processed(
 
 def _critical_time(message: Message) -> float | None:
     """Return the seconds since the message was stored, or None if that time is unknown.
-    The sender's clock may differ from ours."""
+    The sender's clock may be ahead of ours, so never return a negative time: a sum that
+    falls looks like the counter of a process that has started again."""
     if message.created_at is None:
         return None
-    return (timezone.now() - message.created_at).total_seconds()
+    return max(0.0, (timezone.now() - message.created_at).total_seconds())
 
 
 def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:

@@ -11,6 +11,7 @@ import datetime as dt
 import os
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 from django.utils import timezone
 
-from django_txmsg import send_messages, stages
+from django_txmsg import send_messages, signals, stages
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.brokers.database import DatabaseBroker
 from django_txmsg.consuming import stage_thread
@@ -288,6 +289,27 @@ def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
         for row in InboxMessage.objects.all():
             assert 599 < (row.due_at - row.started_at).total_seconds() < 640
     assert runs == [1, 1]
+
+
+def test_critical_time_is_not_negative_if_the_senders_clock_is_ahead() -> None:
+    told: list[float] = []
+
+    def listen(critical_time: float, **facts: Any) -> None:
+        told.append(critical_time)
+
+    headers = {
+        "txmsg-id": str(uuid.uuid4()),
+        "content-type": "application/json",
+        "txmsg-created": (timezone.now() + dt.timedelta(minutes=1)).isoformat(),
+    }
+    signals.message_processed.connect(listen)
+    try:
+        with txmsg(**SHORT), declared(lambda message: None) as stage:
+            put(stage.destination, headers=headers)
+            step(stage)
+    finally:
+        signals.message_processed.disconnect(listen)
+    assert told == [0.0]
 
 
 @pytest.mark.postgresql
