@@ -307,11 +307,13 @@ def _in(status: Status) -> str:
 
 def _no_relay(status: Status) -> Iterator[Alarm]:
     if not status.attendance.relayed and not status.outbox.overdue:
+        sent = "Messages are sent right after their commit; failed ones are not retried"
+        if none := conf.get().DISPATCH_ON_COMMIT == "off":
+            sent = "No message is sent"
         yield Alarm(
             "No relay is running.",
-            " Messages are sent right after their commit; failed ones are not retried: "
-            "start manage.py relay, or manage.py txmsg run.",
-            tone="warn", about="relay",
+            f" {sent}: start manage.py relay, or manage.py txmsg run.",
+            tone="bad" if none else "warn", about="relay",
         )  # fmt: skip
 
 

@@ -59,6 +59,21 @@ def test_status_without_live_processes_is_not_well(
     assert viewer.get(HEALTH, {"fail": "degraded"}).status_code == 503
 
 
+@pytest.mark.parametrize(
+    ("mode", "consequence", "code"),
+    [("thread", "Messages are sent right after", 0), ("off", "No message is sent", 1)],
+)
+@pytest.mark.django_db
+def test_without_a_relay_the_alarm_says_what_is_sent(
+    mode: str, consequence: str, code: int
+) -> None:
+    with txmsg(DISPATCH_ON_COMMIT=mode):
+        text, exit_code = told("--fail-on", "bad")
+
+    assert f"No relay is running. {consequence}" in text
+    assert exit_code == code
+
+
 def test_with_all_workers_running_status_is_ok(
     viewer: Client, declared: Callable[..., None]
 ) -> None:
