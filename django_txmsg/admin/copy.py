@@ -16,7 +16,7 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
 from .. import conf, wire
-from ..dead_letters import resolution
+from ..dead_letters import masking, resolution
 from ..envelope import serializers
 from ..envelope.message import check_headers
 from ..errors import DecodeError, TxmsgError
@@ -139,13 +139,10 @@ def line_end(text: str) -> str | None:
 
 
 def body_text(letter: DeadLetter) -> str:
-    """Return the body as text to edit. If the body can be decoded as JSON, it is
+    """Return the body as text to edit. JSON that is not nested too deeply is
     indented."""
     raw = bytes(letter.body)
-    try:
-        decoded = serializers.decode(raw, letter.content_type)
-    except DecodeError:
-        return raw.decode()
+    decoded = masking.decoded(raw, letter.content_type)
     # A text may be a JSON string, which needs its quotes and escapes.
     return raw.decode() if isinstance(decoded, bytes | str) else bodies.pretty(decoded)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from django.utils.module_loading import import_string
@@ -22,6 +23,10 @@ log = logging.getLogger("django_txmsg.masking")
 #: Shown in place of a value that the mask removes.
 MASKED = "(masked)"
 
+#: Most levels of a body that is shown decoded. Python's parser accepts more levels than
+#: the encoder that indents.
+DEEPEST = 500
+
 
 def shown(
     destination: str,
@@ -29,26 +34,43 @@ def shown(
     body: bytes | None,
     content_type: str,
 ) -> tuple[dict[str, str], Any]:
-    """Return the headers and the decoded body, both masked. A body that cannot be
-    decoded stays bytes. Without a `body`, only the headers are masked.
+    """Return the headers and the body, both masked. The body is decoded as `decoded()`
+    does. Without a `body`, only the headers are masked.
 
     If the mask raises an exception, everything is hidden.
     """
-    try:
-        decoded = None if body is None else serializers.decode(body, content_type)
-    except DecodeError:
-        decoded = body
+    value = None if body is None else decoded(body, content_type)
     path = conf.get().MASK
     if path is None:
-        return dict(headers), decoded
+        return dict(headers), value
     try:
         masked_headers, masked_body = import_string(path)(
-            destination, dict(headers), decoded
+            destination, dict(headers), value
         )
         return dict(masked_headers), masked_body
     except Exception as error:
         log.exception('TXMSG["MASK"] failed for a message to %r', destination)
         return {}, f'hidden, because TXMSG["MASK"] failed: {type(error).__name__}'
+
+
+def decoded(body: bytes, content_type: str) -> Any:
+    """Return the decoded body. A body that cannot be decoded, or that is nested more
+    than DEEPEST levels, stays bytes."""
+    try:
+        value = serializers.decode(body, content_type)
+    except DecodeError:
+        return body
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [
+            one.values() if isinstance(one, dict) else one
+            for one in level
+            if isinstance(one, dict | list)
+        ]
+        level = list(chain.from_iterable(inner))
+        if not level:
+            return value
+    return body
 
 
 def encodable(text: str) -> str:
@@ -59,7 +81,8 @@ def encodable(text: str) -> str:
 
 def of_run(flow: str, text: str) -> Any:
     """Return a state or an answer of a flow's run, masked."""
-    return shown(flow, {}, text.encode(), wire.JSON)[1]
+    value = shown(flow, {}, text.encode(), wire.JSON)[1]
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def call_shown(headers: Mapping[str, str], body: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
 import io
 import json
@@ -115,6 +116,15 @@ def test_show_by_id_or_message_id() -> None:
     shown = as_json("dead_letters", "show", str(letter.pk))
     assert shown["body_base64"] == "/wA="
     assert "no stock" in run("dead_letters", "show", str(letter.message_id))
+
+
+def test_body_with_very_many_levels_is_shown_as_bytes() -> None:
+    body = b"[" * 600 + b"]" * 600
+    letter = factories.DeadLetterFactory(body=body)
+
+    shown = as_json("dead_letters", "show", str(letter.pk))
+
+    assert base64.b64decode(shown["body_base64"]) == body
 
 
 @pytest.mark.parametrize(

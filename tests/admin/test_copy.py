@@ -175,6 +175,15 @@ def test_a_text_keeps_its_first_lines_and_how_its_lines_end(
     assert bytes(OutboxMessage.objects.get().body) == f"{body}X".encode()
 
 
+def test_body_nested_too_deeply_to_be_indented_is_edited_raw(
+    operator: Client,
+) -> None:
+    body = '{"":' * 600 + "0" + "}" * 600
+    letter = letter_with(body=body.encode())
+
+    assert operator.get(url(letter)).context["form"]["body"] == body
+
+
 def test_a_body_whose_lines_end_in_several_ways_is_not_edited(
     operator: Client,
 ) -> None:

@@ -248,6 +248,13 @@ def test_body_of_wrong_content_type_is_shown_raw(operator: Client) -> None:
     assert "{broken" in operator.get(url(row.message_id)).content.decode()
 
 
+def test_body_nested_too_deeply_to_be_indented_is_shown_raw(operator: Client) -> None:
+    body = b"[" * 600 + b"]" * 600
+    row = factories.OutboxMessageFactory(body=body)
+
+    assert body in operator.get(url(row.message_id)).content
+
+
 def test_bodies_need_their_own_permission(viewer: Client) -> None:
     row = factories.OutboxMessageFactory(body=b'"secret-word"')
 
