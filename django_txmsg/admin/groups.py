@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import datetime as dt
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,8 +53,9 @@ MUTES = {
 
 #: Values that are shown of each kind, those with the most dead letters.
 MOST_VALUES = 10
-#: Characters with which a cell begins that a spreadsheet would execute.
-_FORMULA = tuple("=+-@\t\r")
+#: Where a spreadsheet would begin to execute a cell. With another separator than the
+#: comma, a spreadsheet finds further cells in a cell.
+_FORMULA = re.compile(r"""(^|[;\t\r\n])(?=[ "]*[=+\-@\t\r])""")
 
 
 class GroupPages(Pages):
@@ -277,7 +279,7 @@ def _as_csv(letters: QuerySet[DeadLetter]) -> Iterator[str]:
             letter.correlation_id, *([headers.get(tenant, "")] if tenant else []),
         ]  # fmt: skip
         # A quote keeps spreadsheets from executing what a sender wrote.
-        yield write([f"'{one}" if one.startswith(_FORMULA) else one for one in cells])
+        yield write([_FORMULA.sub(r"\1'", one) for one in cells])
 
 
 class _Line:

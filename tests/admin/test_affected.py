@@ -185,6 +185,21 @@ def test_a_spreadsheet_executes_no_cell(admin_client: Client) -> None:
     assert all(row["key"].startswith("'") for row in rows)
 
 
+@pytest.mark.parametrize("key", ["x;=cmd|x;y", "x\t@SUM(1)", "x\n+1", 'x; "=cmd|x'])
+def test_a_spreadsheet_with_another_separator_executes_no_cell(
+    admin_client: Client, key: str
+) -> None:
+    factories.DeadLetterFactory(fingerprint=ERROR, headers={wire.KEY: key})
+
+    line = exported(admin_client).decode().partition("\r\n")[2]
+
+    cells = [cell.lstrip(' "') for cell in re.split("[;\t\n]", line)]
+    assert len(cells) > 1
+    assert not any(cell.startswith(("=", "+", "-", "@")) for cell in cells)
+    rows = csv.DictReader(exported(admin_client).decode().splitlines(keepends=True))
+    assert next(rows)["key"].replace("'", "") == key
+
+
 def test_the_export_needs_a_permission_of_its_own(
     somebody: Callable[..., Client],
 ) -> None:
