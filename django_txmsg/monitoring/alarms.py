@@ -262,12 +262,12 @@ def _held_keys(status: Status) -> Iterator[Alarm]:
         many = one.count != 1
         since = duration(status.now - one.since)
         yield Alarm(
-            f"{capped(one.count)} message{'s' * many} of key {one.key} "
+            f"{capped(one.count)} message{'s' * many} of key {one.key!r} "
             f"wait{'s' * (not many)} at stage {one.stage}",
             f" for {one.waits_for}, {one.why}, since {since}. To let the key go on "
             "without it: manage.py order let_go.",
             table="inboxmessage", query="?state=blocked",
-            about=f"{one.stage} {one.key}",
+            about=f"{one.stage} {one.key!r}",
         )  # fmt: skip
 
 

@@ -90,11 +90,11 @@ def test_blocked_keys_are_listed_with_the_reason(
     assert (one["stage"], one["count"]) == ("tests.in_order", 2)
     told = status()
     assert "2 blocked behind others" in told
-    assert "2 messages of key k wait at stage tests.in_order" in told
+    assert "2 messages of key 'k' wait at stage tests.in_order" in told
     (one,) = json.loads(status("--json"))["held_keys"]
     assert (one["key"], one["count"], one["why"]) == ("k", 2, "which is dead")
     overview = operator.get("/admin/django_txmsg/").content.decode()
-    assert "2 messages of key k wait" in overview
+    assert "2 messages of key &#x27;k&#x27; wait" in overview
     rows = operator.get("/admin/django_txmsg/inboxmessage/?state=blocked")
     assert rows.content.decode().count("of its key") == 2
     assert f'after <a href="{url(letter.message_id)}">' in rows.content.decode()

@@ -8,6 +8,7 @@ import hmac
 import json
 import re
 import threading
+import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -23,7 +24,7 @@ from django.test import Client, override_settings
 from django_txmsg import checks, signals
 from django_txmsg import webhook as webhooks
 from django_txmsg.conf.schema import KINDS
-from django_txmsg.models import Alert, DeadLetter, StageState, Worker
+from django_txmsg.models import Alert, DeadLetter, InboxMessage, StageState, Worker
 from django_txmsg.monitoring import alarms, alerting, status
 from django_txmsg.monitoring.alerting import Alerting
 from tests import factories
@@ -195,6 +196,27 @@ def test_a_new_alert_does_not_wait_for_receivers_that_refuse_many_old_ones(
     new = [f"dead/{one * 16} orders.place" for one in "ab"]
     called = [call["alert"] for call in receiver.calls]
     assert called == [new[0], "second", new[1], "third", new[1]]
+
+
+@pytest.mark.django_db
+def test_line_end_in_a_key_forges_no_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    row = factories.InboxMessageFactory(processed_at=None, headers={}, body=b"null")
+    InboxMessage.objects.filter(pk=row.pk).update(
+        key="k\n\x1b[31mall is well", waits_for=uuid.uuid4(),
+        waits_since=factories.ago(hours=1), after_at=factories.ago(hours=2),
+        due_at=factories.ago(hours=-1),
+    )  # fmt: skip
+
+    with alerts("order", MAIL=[MAIL]):
+        Alerting(["default"]).tick()
+
+    (line,) = [text for text in caplog.messages if "firing" in text]
+    assert "all is well" in line
+    assert line.isprintable()
+    assert str(mail.outbox[0].body).partition("\n")[0].isprintable()
+    assert "all is well" in str(mail.outbox[0].body).partition("\n")[0]
 
 
 class Refusing(BaseEmailBackend):
