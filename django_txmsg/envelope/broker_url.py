@@ -21,7 +21,9 @@ from ..errors import MAX_SECONDS
 #: Numbers that may be 0. All others must be more.
 _MAY_BE_ZERO = frozenset({"heartbeat", "give_up_after_timeouts"})
 #: Options of a URL's query that are secret.
-_SECRET = re.compile(r"((?:password|passcode|secret|token)=)[^&#]*", re.IGNORECASE)
+_SECRET = re.compile(
+    r"((?:password|passcode|secret|token|accesskey)=)[^&#]*", re.IGNORECASE
+)
 
 
 class BrokerUrl(str):
@@ -38,6 +40,8 @@ class BrokerUrl(str):
 def without_password(url: str) -> str:
     """Return the URL with asterisks in place of its secrets."""
     scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "", url
     credentials, at, hosts = rest.rpartition("@")
     user, colon, _ = credentials.partition(":")
     shown = _SECRET.sub(r"\1***", f"{user}{':***' if colon else ''}{at}{hosts}")
