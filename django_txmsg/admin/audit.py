@@ -23,7 +23,7 @@ from django.utils.safestring import SafeString
 from ..models import AuditEntry, BulkOperation
 from ..models.monitoring import Deed
 from . import changes, display
-from .base import ReadOnlyAdmin, address
+from .base import ReadOnlyAdmin, address, plain
 from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_of
 
 #: The apps with pages of ours.
@@ -59,9 +59,9 @@ def audit(
         user_id=user.pk,
         content_type_id=ContentType.objects.get_for_model(subject).pk,
         object_id=str(subject.pk),
-        object_repr=str(subject)[:200].replace("\x00", ""),
+        object_repr=plain(str(subject)[:200]),
         action_flag=CHANGE,
-        change_message=text.replace("\x00", ""),
+        change_message=plain(text),
     )
 
 

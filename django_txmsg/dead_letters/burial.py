@@ -16,7 +16,7 @@ from django.db.models import F
 from django.db.models.functions import Now
 
 from .. import conf, rules, signals, wire
-from ..envelope.failure import Failure
+from ..envelope.failure import Failure, storable
 from ..models import DeadLetter, InboxMessage
 from ..models.dead_letter import Resolution
 from ..models.fields import Holds
@@ -45,12 +45,10 @@ def bury(
     If a redelivered message dies again, its dead letter is reopened, with one more
     death.
     """
-    text_headers = {
-        _storable(name): _storable(value) for name, value in headers.items()
-    }
+    text_headers = {storable(name): storable(value) for name, value in headers.items()}
     values: dict[str, Any] = {
         "broker": broker,
-        "destination": _storable(destination)[:255],
+        "destination": storable(destination)[:255],
         "correlation_id": text_headers.get(wire.CORRELATION_ID, "")[:255],
         "headers": text_headers,
         "content_type": text_headers.get(wire.CONTENT_TYPE, "")[:255],
@@ -117,13 +115,6 @@ def _announcement(letter: DeadLetter, error: str) -> Callable[[], None]:
         )
 
     return announce_burial
-
-
-def _storable(text: str) -> str:
-    """Return the text with NUL and lone surrogates escaped, because JSON columns of
-    PostgreSQL cannot store them."""
-    cleaned = text.replace("\x00", "\\x00")
-    return cleaned.encode("utf-8", "backslashreplace").decode()
 
 
 # After a roll-back: buries messages that wait for code that will not be deployed.

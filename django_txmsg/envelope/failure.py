@@ -50,8 +50,8 @@ class Failure:
         where = _application_frame(error)
         digest = hashlib.sha256(f"2|{name}|{where}".encode()).hexdigest()
         return cls(
-            _cut(_clean(text), MAX_EXCEPTION),
-            _cut(_clean(trace), MAX_TRACEBACK),
+            _cut(storable(text), MAX_EXCEPTION),
+            _cut(storable(trace), MAX_TRACEBACK),
             digest[:16],
         )
 
@@ -61,9 +61,9 @@ class Failure:
         package or the broker has refused the message. The fingerprint is computed from
         the reason and from the text without its numbers and ids. So all refusals of one
         kind have the same fingerprint."""
-        same = _VARIABLE.sub("#", _clean(detail)[:MAX_EXCEPTION].lower())
+        same = _VARIABLE.sub("#", storable(detail)[:MAX_EXCEPTION].lower())
         digest = hashlib.sha256(f"2|{reason}|{same}".encode()).hexdigest()
-        return cls(_cut(_clean(detail), MAX_EXCEPTION), "", digest[:16])
+        return cls(_cut(storable(detail), MAX_EXCEPTION), "", digest[:16])
 
 
 def text_of(error: BaseException) -> str:
@@ -146,8 +146,9 @@ def _place(frame: FrameType) -> str:
     return f"{module}:{frame.f_code.co_name}"
 
 
-def _clean(text: str) -> str:
-    # A lone surrogate cannot be stored as UTF-8, nor NUL in PostgreSQL's text.
+def storable(text: str) -> str:
+    """Return the text with NUL and lone surrogates escaped, because PostgreSQL cannot
+    store them."""
     cleaned = text.replace("\x00", "\\x00")
     return cleaned.encode("utf-8", "backslashreplace").decode()
 
