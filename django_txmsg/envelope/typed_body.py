@@ -42,7 +42,7 @@ class TypeHeader:
         return f"{self.name};v={self.version};min={self.oldest_reader}"
 
     @classmethod
-    @lru_cache(1000)
+    @lru_cache(100)  # few: a header may have 120 KB
     def parse(cls, text: str) -> TypeHeader:
         """Parse the header `txmsg-type`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import traceback
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -292,6 +293,17 @@ def test_a_header_may_hold_the_name_alone_and_what_comes_later() -> None:
     assert TypeHeader.parse("a.B;v=3") == TypeHeader("a.B", 3, 3)
     assert TypeHeader.parse("a.B; v=3; min=2; new=x") == TypeHeader("a.B", 3, 2)
     assert str(TypeHeader("a.B", 3, 2)) == "a.B;v=3;min=2"
+
+
+def test_long_headers_take_little_memory() -> None:
+    tracemalloc.start()
+    for number in range(300):
+        TypeHeader.parse(f"a.B;v=1;new={number}{'x' * 120_000}")
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    TypeHeader.parse.cache_clear()
+
+    assert kept < 20_000_000
 
 
 def test_the_header_selects_the_member_of_a_union() -> None:
