@@ -78,9 +78,11 @@ def written() -> Iterator[None]:
     Raises OSError if the file cannot be written.
     """
     folder = directory()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.parent.stat().st_uid != os.getuid():
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # lstat: another user's link may lead to a directory of ours.
+    if folder.parent.lstat().st_uid != os.getuid():
         raise PermissionError(f"{folder.parent} belongs to another user")
+    folder.mkdir(mode=0o700, exist_ok=True)
     running()  # removes what killed processes have left
     path, done = folder / str(os.getpid()), threading.Event()
     draft = path.with_name(f"{path.name}.new")

@@ -63,3 +63,18 @@ def test_a_state_of_another_version_is_read_if_it_has_the_fields(
         path = process_states.directory() / str(os.getpid())
         path.write_text(json.dumps({"at": time.monotonic(), "state": state}))
         assert (process_states.read(os.getpid()) is not None) == known
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a link away")
+def test_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    link, ours = process_states.directory().parent, tmp_path / "ours"
+    ours.mkdir()
+    link.symlink_to(ours)
+    os.lchown(link, 65534, 65534)
+
+    with (
+        pytest.raises(PermissionError, match="belongs to another user"),
+        process_states.written(),
+    ):
+        pass
+    assert not [*ours.iterdir()]
