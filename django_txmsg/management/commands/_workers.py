@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +35,8 @@ from ._supervisor import Supervisor, cores, log
 #: Seconds that a client may take to send its request.
 TIMEOUT = 10.0
 
+#: Most requests that are read at the same time.
+MOST = 32
 
 #: Seconds that a request for metrics waits for an earlier one.
 PATIENCE = 5.0
@@ -58,6 +61,8 @@ class HttpServer(ThreadingHTTPServer):
         self.alive, self.folder = alive, folder
         #: Held by the one request that queries the database.
         self.querying = threading.Lock()
+        #: Connections whose requests are being read, each with its beginning.
+        self.reading: dict[socket.socket, float] = {}
         host, port = address_of(address)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -65,6 +70,15 @@ class HttpServer(ThreadingHTTPServer):
             super().__init__((host, port), Handler)
         except OSError as error:
             raise CommandError(f"--http {address}: {error.strerror}.") from error
+
+    def service_actions(self) -> None:
+        """Read no more of a request that takes too long, or of the oldest requests if
+        there are too many. The socket's timeout ends with each byte."""
+        reading, late = list(self.reading.items()), time.monotonic() - TIMEOUT
+        for left, (connection, since) in enumerate(reading, MOST - len(reading)):
+            if left < 0 or since < late:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RD)
 
     @contextmanager
     def answering(self) -> Iterator[str]:
@@ -86,8 +100,19 @@ class Handler(BaseHTTPRequestHandler):
     server: HttpServer
     timeout = TIMEOUT
 
+    def setup(self) -> None:
+        """Begin to read the request."""
+        super().setup()
+        self.server.reading[self.connection] = time.monotonic()
+
+    def finish(self) -> None:
+        """End the request."""
+        self.server.reading.pop(self.connection, None)
+        super().finish()
+
     def do_GET(self) -> None:
         """Answer /alive?within=SECONDS, /ready and /metrics."""
+        self.server.reading.pop(self.connection, None)
         address = urlsplit(self.path)
         path = address.path.rstrip("/")
         if path == "/alive":
