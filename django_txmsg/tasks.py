@@ -55,7 +55,8 @@ def relay_outbox(
     sent.
     """
     using = databases or with_tables()
-    _PRESENCE(router.db_for_write(Worker), conf.get().SERVICE).beat(0)
+    presence = _PRESENCE(router.db_for_write(Worker), conf.get().SERVICE)
+    presence.beat(0)
     relay = Relay(
         using,
         brokers or sorted(conf.get().BROKERS),
@@ -63,7 +64,8 @@ def relay_outbox(
     )
     # relay.unavailable names them.
     unavailable = contextlib.suppress(BrokerUnavailable, DestinationUnavailable)
-    with ticked([_TIMEKEEPER(*using), Deadlines(using)]), unavailable:
+    beating = presence.beating(lambda: relay.in_flight, relay.stop, stays=True)
+    with beating, ticked([_TIMEKEEPER(*using), Deadlines(using)]), unavailable:
         relay.run(once=True)
     counts: dict[str, Any] = dict(relay.counts)
     if relay.unavailable:

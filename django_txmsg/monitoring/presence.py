@@ -6,9 +6,11 @@ from __future__ import annotations
 import datetime as dt
 import os
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,8 @@ from ..models.fields import clock
 from ..models.monitoring import Deed
 from ..models.worker import silent_after
 from ..runtime import breaker, database_health, liveness
+from ..runtime.connections import recycle
+from ..runtime.thread_group import ThreadGroup
 from . import attendance, outages
 
 #: Most messages that a process writes into its row: those that have run longest.
@@ -74,6 +78,39 @@ class Presence:
                 self._announce()
 
         self._quietly(beat)
+
+    @contextmanager
+    def beating(
+        self,
+        in_flight: Callable[[], int],
+        stop: Callable[[], None],
+        *,
+        stays: bool = False,
+    ) -> Iterator[None]:
+        """Write heartbeats in a thread while the block runs, and then delete the row.
+        If the thread fails, `stop` is called, and the error is raised. With `stays`,
+        the caller has written the first heartbeat, and the row is not deleted."""
+        done = threading.Event()
+
+        def beat() -> None:
+            pause = conf.get().CONSUME.HEARTBEAT if stays else 0.0
+            liveness.turned(pause)
+            while not done.wait(pause):
+                self.beat(in_flight())
+                recycle()
+                pause = conf.get().CONSUME.HEARTBEAT
+                liveness.turned(pause)
+            if not stays:
+                self.leave()
+
+        group = ThreadGroup(stop)
+        group.add("txmsg-heartbeat", beat)
+        group.start()
+        try:
+            yield
+        finally:
+            done.set()
+            group.join()
 
     def _running(self) -> list[dict[str, Any]]:
         """Return the running handlers. A relay that shares its process with a consumer

@@ -16,12 +16,13 @@ from django.db import connections
 from django.test import Client
 from django.utils import timezone
 
-from django_txmsg import tasks
+from django_txmsg import signals, tasks
 from django_txmsg.models import AuditEntry, Worker
 from django_txmsg.models.worker import silent_after
 from django_txmsg.monitoring import alarms, status
 from django_txmsg.monitoring.presence import Presence
 from tests import factories
+from tests.faults import wait_until
 from tests.running import txmsg
 
 URL = "/admin/django_txmsg/"
@@ -258,6 +259,27 @@ def test_a_relay_that_celery_runs_counts_as_live() -> None:
     (worker,) = Worker.objects.all()
     assert (worker.kind, worker.name) == ("relay", "celery: relay_outbox of tests")
     assert alarms.well(status.read())
+
+
+@pytest.mark.django_db(transaction=True)
+def test_celery_relay_sends_heartbeats_while_it_runs() -> None:
+    def heartbeat() -> dt.datetime:
+        return Worker.objects.get().heartbeat_at
+
+    def run_for_long(**_: Any) -> None:
+        before = heartbeat()
+        wait_until(lambda: heartbeat() > before)
+        beaten.append(True)
+
+    beaten: list[bool] = []
+    factories.OutboxMessageFactory()
+    signals.message_dispatched.connect(run_for_long)
+    with txmsg(CONSUME={"HEARTBEAT": 0.05}):
+        tasks.relay_outbox()
+    signals.message_dispatched.disconnect(run_for_long)
+
+    assert beaten
+    assert Worker.objects.exists()
 
 
 @pytest.mark.django_db(transaction=True)

@@ -19,18 +19,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from django.db import router
 
-from ... import conf
 from ...models import Worker
 from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
 from ...runtime import liveness
-from ...runtime.connections import LARGE, recycle
-from ...runtime.thread_group import ThreadGroup
+from ...runtime.connections import LARGE
 from ...sending.scope import handlers_running
 from . import _supervisor
 
@@ -155,27 +153,8 @@ def return_memory() -> None:
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
-@contextmanager
-def heartbeat(relay: Relay, stop: Callable[[], None]) -> Iterator[None]:
+def heartbeat(relay: Relay, stop: Callable[[], None]) -> AbstractContextManager[None]:
     """Send heartbeats of a relay's process while the block runs. If the thread fails,
     `stop` is called, and the error is raised."""
     presence = Presence("relay", router.db_for_write(Worker))
-    done = threading.Event()
-
-    def beat() -> None:
-        while True:
-            presence.beat(relay.in_flight)
-            recycle()
-            liveness.turned(conf.get().CONSUME.HEARTBEAT)
-            if done.wait(conf.get().CONSUME.HEARTBEAT):
-                break
-        presence.leave()
-
-    group = ThreadGroup(stop)
-    group.add("txmsg-heartbeat", beat)
-    group.start()
-    try:
-        yield
-    finally:
-        done.set()
-        group.join()
+    return presence.beating(lambda: relay.in_flight, stop)
