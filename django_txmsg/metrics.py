@@ -37,8 +37,9 @@ TEXTS = {
     "outbox_waiting": "Messages pending in the outbox, counted up to a cap.",
     "outbox_overdue": "Pending messages due for more than two minutes.",
     "outbox_oldest_due_age_seconds": "How long the oldest has been due.",
-    "outbox_dead": "Open dead letters that never left, without muted errors.",
-    "outbox_muted": "Open dead letters that never left, of muted errors.",
+    "outbox_dead": "Open dead letters without a stage: never sent, or dead-lettered "
+    "by the broker. Without muted errors.",
+    "outbox_muted": "Open dead letters without a stage, of muted errors.",
     "redelivery_waiting": "Messages waiting for another attempt.",
     "redelivery_overdue": "Such messages due for more than two minutes.",
     "redelivery_oldest_due_age_seconds": "How long the oldest has been due.",

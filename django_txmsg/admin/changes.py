@@ -16,7 +16,7 @@ from .. import conf
 from ..models import AuditEntry
 from ..models.fields import clock, later_sql, later_value, query, read_instant
 from ..models.monitoring import Deed
-from ..monitoring import databases
+from ..monitoring import databases, dead
 from ..monitoring.lengths import duration
 from ..monitoring.waiting import array_sql, places_sql, read_array
 from ..rules import Rule
@@ -51,8 +51,8 @@ WIDTH = 960
 @dataclass
 class Change:
     """One change. `who` depends on the kind of the change: the operator of an action,
-    the service that has a new version, or the stage or relay at which a message
-    died."""
+    the service that has a new version, or the stage, relay or broker at which a
+    message died."""
 
     at: dt.datetime
     kind: str
@@ -115,7 +115,7 @@ def _errors(using: str) -> Iterator[Change]:
     )
     for at, found in rows:
         stage, destination, exception, reason, deaths, fingerprint = read_array(found)
-        place = stage or f"relay to {destination}"
+        place = dead.place(stage, destination, reason)
         text = f"{'Died again' if deaths > 1 else 'First death'}: {exception or reason}"
         yield Change(read_instant(at), ERROR, place, text, using, fingerprint)
 

@@ -225,7 +225,8 @@ class DeadLetter(models.Model):
     """A buried message with its original headers and bytes, and the error that led to
     its burial.
 
-    `stage` is empty if the relay could not send the message.
+    `stage` is empty if the relay could not send the message, or if the broker itself
+    has dead-lettered it.
     """
 
     id = models.BigAutoField(primary_key=True)

@@ -37,9 +37,15 @@ class Dead:
 
     @property
     def place(self) -> str:
-        """The stage that gave up these messages, or the relay that could not send
-        them."""
-        return self.stage or f"relay to {self.destination}"
+        """Where these messages died."""
+        return place(self.stage, self.destination, self.reason)
+
+
+def place(stage: str, destination: str, reason: str) -> str:
+    """Return the stage that gave up a message. Without a stage, return the relay that
+    could not send it, or the broker that has dead-lettered it."""
+    without = "broker of" if reason == "broker" else "relay to"
+    return stage or f"{without} {destination}"
 
 
 def by_error(using: str) -> list[Dead]:

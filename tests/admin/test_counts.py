@@ -37,7 +37,7 @@ from django_txmsg.models import (
     StageState,
     Worker,
 )
-from django_txmsg.monitoring import alarms, status, waiting
+from django_txmsg.monitoring import alarms, alerting, status, waiting
 from django_txmsg.scheduling.timetable import forget
 from tests import factories
 from tests.factories import ago
@@ -472,6 +472,25 @@ def test_a_mute_does_not_hide_more_than_it_allows(admin_client: Client) -> None:
     mute = ("dead_letters", "mute", "--fingerprint", MUTED, "--above")
     call_command(*mute, "4", stdout=out)
     assert told()[0]["dead"]["muted"] == 4
+
+
+def test_dead_letter_of_the_broker_is_not_one_of_the_relay(
+    admin_client: Client,
+) -> None:
+    places = {"broker": "broker of mail.send", "expired": "relay to mail.send"}
+    for reason in places:
+        factories.DeadLetterFactory(
+            stage="", destination="mail.send", reason=reason, fingerprint=reason
+        )
+
+    found = {one["fingerprint"]: list(one["places"]) for one in grouped("default")}
+    assert found == {reason: [place] for reason, place in places.items()}
+    alerts = alerting.wanted(status.read(), ["dead"])
+    page = admin_client.get("/admin/django_txmsg/auditentry/changes/").content.decode()
+    for reason, place in places.items():
+        assert f"dead/{reason} {place}" in alerts
+        assert f">{place}<" in page
+    assert gauges("outbox_dead") == {("default", "mail.send"): 2}
 
 
 def test_a_mute_ends_by_itself(admin_client: Client) -> None:
