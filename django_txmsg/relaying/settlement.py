@@ -297,9 +297,8 @@ class Settlement:
             self._counts["lease_lost"] += count
             log.warning(
                 "the lease of %d messages ended before they were settled; they are "
-                "sent again, and inboxes drop the copies. If this recurs, look why "
-                "the broker takes more than %g s for a batch, or raise "
-                'TXMSG["RELAY"]["LEASE"]',
+                "sent again, and inboxes drop the copies. If this recurs, look what "
+                "stops this process or the database for longer than %g s",
                 count,
                 self._lease.seconds,
             )

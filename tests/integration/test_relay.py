@@ -195,6 +195,7 @@ def test_a_lost_lease_is_counted_and_changes_nothing(
     rows = OutboxMessage.objects.filter(dispatched_at=None, lease_token=other)
     assert rows.count() == 3
     assert "the lease of 3 messages ended" in caplog.text
+    assert "what stops this process or the database for longer than 60 s" in caplog.text
 
 
 def test_a_lease_that_ran_out_is_taken_by_another() -> None:
