@@ -28,7 +28,8 @@ duration (seconds in the stage), critical_time (seconds since it was stored, by 
 clocks, or None), employed (whether the stage used the database)."""
 
 message_duplicate = Signal()
-"""A copy of a processed message was dropped. Arguments: id, destination, stage."""
+"""A copy of a message that the stage has already processed, parked or buried was
+dropped. Arguments: id, destination, stage."""
 
 message_redelivered = Signal()
 """An attempt failed and another will follow. Arguments: id, destination, stage,
