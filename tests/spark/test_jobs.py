@@ -23,7 +23,7 @@ import pytest
 
 from django_txmsg.spark.errors import VerificationRefused
 from django_txmsg.spark.jobs.analyze import run_analyze
-from django_txmsg.spark.progress import Progress
+from django_txmsg.spark.progress import following, progress_bar
 from django_txmsg.spark.runs import Run, recorded
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.session import session
@@ -137,11 +137,17 @@ def test_a_refused_run_is_on_record_in_the_lake_as_well(
     assert rows == {"clean": "", "refused": "id 7 differs"}
 
 
-def test_the_tasks_that_run_are_shown(spark) -> None:
-    stream = io.StringIO()
-    bar = Progress("analyze", stream, unit="tasks")
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    with bar.following(spark):
+
+def test_the_tasks_that_run_are_shown(spark, monkeypatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    bar = progress_bar("analyze", unit="tasks")
+
+    with following(bar, spark):
         wait_until(
             lambda: (
                 spark.range(10**7).selectExpr("sum(id % 7)").collect()

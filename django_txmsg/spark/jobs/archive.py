@@ -28,7 +28,7 @@ from ..engine import on_one_machine, parallelism, spread
 from ..errors import UsageError
 from ..lakefile import LakeFile
 from ..ledger import Batch, Different, Ledger
-from ..progress import Progress, Step, no_step
+from ..progress import Step, no_step, progress_bar
 from ..runs import Run
 from ..schemas import TABLES, Table
 from ..session import running
@@ -124,12 +124,12 @@ class Archiver:
         options: ArchiveOptions,
         *,
         on_step: Step = no_step,
-        progress: Progress | None = None,
+        quiet: bool = True,
     ) -> None:
         self.spark, self.source, self.table = spark, source, table
         self.options, self.lake = options, lake
         self.on_step = on_step
-        self.progress = progress or Progress.silent()
+        self.progress = progress_bar(f"archive {table.name}", quiet=quiet)
         self.columns = kept_columns(table, lake)
         self.result = ArchiveResult()
         self.ledger = Ledger(source, table)
@@ -148,7 +148,7 @@ class Archiver:
                     self._resume()
                 now, self.horizon = self.ledger.clock()
                 self.cutoff = now - self.options.older_than
-                self.progress.start(self.ledger.waiting(self.cutoff, self.horizon))
+                self.progress.reset(self.ledger.waiting(self.cutoff, self.horizon))
                 with (
                     self.log.place.discarding(self.source.service, self.unnamed),
                     ThreadPoolExecutor(max_workers=1) as beside,
@@ -162,7 +162,7 @@ class Archiver:
                 self.result.held = self.ledger.held(self.cutoff, horizon)
         finally:
             self.ledger.close()
-            self.progress.stop()
+            self.progress.clear()
         return self.result
 
     def _work(self, beside: ThreadPoolExecutor) -> None:
@@ -213,7 +213,7 @@ class Archiver:
         """Settle the batches above the mark, up to and including `batch`."""
         settled = self.settling.settle(self.mark.purged_through, batch)
         self.result.rows += settled.rows
-        self.progress.advance(settled.rows)
+        self.progress.update(settled.rows)
         if settled.different:
             self.result.refused.append(
                 f"{self.table.name}, batch {batch}: {settled.describe()}"
@@ -306,7 +306,7 @@ class Archiver:
                 cutoff=one.batch.cutoff.isoformat(),
             )  # fmt: skip
             self.on_step("committed")
-            self.progress.say(f"batch {one.batch.number} is in the lake")
+            self.progress.set_postfix_str(f"batch {one.batch.number} is in the lake")
 
     def _purge(self, written: Sequence[Written]) -> None:
         """Delete from the database the rows of batches that the lake contains. The
@@ -355,7 +355,7 @@ class Archiver:
         if whole:
             self.mark = replace(self.mark, purged_through=number)
             self.result.rows += one.rows
-            self.progress.advance(one.rows)
+            self.progress.update(one.rows)
         else:
             self._advance(number, self._settle(number).rows)
         self.on_step("purged")
@@ -377,8 +377,7 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
     outcome = Outcome()
     refused: list[str] = []
     seconds: dict[str, dict[str, float]] = {}
-    start = Progress.on_terminal("archive", quiet=given.json)
-    with _engine(source, chosen, given, start) as spark:
+    with _engine(source, chosen, given) as spark:
         outcome.facts["engine"] = "local" if spark is None else "spark"
         overlap = given.overlap
         if overlap is None:
@@ -393,7 +392,7 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
                     ArchiveOptions, given, older_than=age, vacuum=not given.no_vacuum,
                     overlap=overlap,
                 ),
-                progress=Progress.on_terminal(f"archive {name}", quiet=given.json),
+                quiet=given.json,
             )  # fmt: skip
             done = archiver.run()
             run.rows += done.rows
@@ -419,7 +418,6 @@ def _engine(
     source: SourceSpec,
     chosen: Mapping[str, dt.timedelta],
     given: argparse.Namespace,
-    bar: Progress,
 ) -> Iterator[SparkSession | None]:
     """Yield a Spark session. For few rows on one machine, yield None, because starting
     a JVM would take longer than archiving the rows."""
@@ -432,7 +430,7 @@ def _engine(
     if engine == "local":
         yield None
         return
-    with started(given, bar) as spark:
+    with started(given, progress_bar("archive", quiet=given.json)) as spark:
         yield spark
 
 

@@ -7,12 +7,15 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.sql import SparkSession
 
-from ..progress import Progress
+from ..progress import following, progress_bar
 from ..session import session
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 @dataclass
@@ -38,19 +41,19 @@ def options_of(kind: type[Options], given: argparse.Namespace, **other: Any) -> 
 def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
     """Yield a Spark session. If the error stream is a terminal, show a progress bar of
     its tasks."""
-    bar = Progress.on_terminal(given.job, quiet=given.json, unit="tasks")
-    with started(given, bar) as spark, bar.following(spark):
+    bar = progress_bar(given.job, quiet=given.json, unit="tasks")
+    with started(given, bar) as spark, following(bar, spark):
         yield spark
 
 
 @contextmanager
-def started(given: argparse.Namespace, bar: Progress) -> Iterator[SparkSession]:
+def started(given: argparse.Namespace, bar: tqdm[Any]) -> Iterator[SparkSession]:
     """Yield a Spark session. While Spark starts, show a note that this takes some
     time."""
-    bar.say("starting Spark")
+    bar.set_postfix_str("starting Spark")
     short = given.job == "reconcile" and given.since is not None
     try:
         with session(given.job, dict(given.conf), short=short) as spark:
             yield spark
     finally:
-        bar.stop()
+        bar.clear()

@@ -20,7 +20,7 @@ from ..lake import CommitFailedError, Lake, LakeTable, touched
 from ..lakefile import LakeFile
 from ..ledger import Ledger
 from ..lock import Taken, keeping
-from ..progress import Progress
+from ..progress import progress_bar
 from ..runs import Run
 from ..schemas import TABLES
 from ..spec import JobSpec, SourceSpec
@@ -115,21 +115,21 @@ class Swept:
 
 
 def run_sweep(
-    spec: JobSpec, options: SweepOptions, run: Run, bar: Progress | None = None
+    spec: JobSpec, options: SweepOptions, run: Run, *, quiet: bool = True
 ) -> dict[str, Swept]:
     """Sweep a service's part of each table in the lake, including the tables of
     results."""
     lake = Lake(spec.lake_spec())
     service = spec.service()
     swept: dict[str, Swept] = {}
-    bar = bar or Progress.silent()
+    bar = progress_bar("sweep", quiet=quiet, unit="steps")
     names = lake.names()
-    bar.start(2 * len(names))
+    bar.reset(2 * len(names))
     # First in all tables what writes nothing: if the disk is full, this makes room.
     for step in (_remove_orphans, _tidy):
         for name in names:
-            bar.say(name)
-            bar.advance(1)
+            bar.set_postfix_str(name)
+            bar.update()
             place = lake.table(name, t.StructType([]))
             if place.load() is None:
                 continue
@@ -144,7 +144,7 @@ def run_sweep(
                     f"{name} was changed by another process meanwhile ({error}). Run "
                     "again."
                 ) from error
-    bar.stop()
+    bar.clear()
     run.counts = {name: one.__dict__ for name, one in swept.items()}
     run.rows = sum(one.orphans + one.replaced for one in swept.values())
     return swept
@@ -199,8 +199,7 @@ def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
     """Sweep, and return a summary of the removed files. Raises PipelineError."""
     options = options_of(SweepOptions, given, compact=not given.no_compact)
     would = "would be " if given.dry_run else ""
-    bar = Progress.on_terminal("sweep", quiet=given.json, unit="steps")
-    swept = run_sweep(spec, options, run, bar)
+    swept = run_sweep(spec, options, run, quiet=given.json)
     return Outcome(
         [
             f"{name}: {one.orphans} orphaned and {one.replaced} replaced files "
