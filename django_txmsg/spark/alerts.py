@@ -91,7 +91,7 @@ class Alerts:
         value exceeds the bound again, the alert continues under the same id. Pass
         hold=True to keep the alert firing until the webhook has accepted its
         beginning."""
-        firing, now = value > bound, self.connection.given(self.connection.clock())
+        firing, now = value > bound, self.connection.clock()
         self.connection.execute(
             f"INSERT INTO {_ALERTS} AS old (service, name, value, bound, firing, since,"
             " summary, told, checked_at) VALUES (%s, %s, %s, %s, %s, %s, %s, '', %s)"

@@ -64,20 +64,11 @@ class Connection:
     def many(self, sql: str, lines: Iterable[Sequence[Any]]) -> None:
         """Run a statement once for each row of values. Call it inside a transaction."""
         if self.vendor == "sqlite":
-            self.raw.executemany(sql.replace("%s", "?"), lines)
+            given = (tuple(map(_stored, line)) for line in lines)
+            self.raw.executemany(sql.replace("%s", "?"), given)
             return
         with self.raw.cursor() as cursor:
             cursor.executemany(sql, lines)
-
-    def given(self, value: Any) -> Any:
-        """Return a value as Django stores it in this database. SQLite stores ids and
-        instants as text."""
-        if self.vendor == "sqlite":
-            if isinstance(value, uuid.UUID):
-                return value.hex
-            if isinstance(value, dt.datetime):
-                return instant_text(value, upper=True)
-        return value
 
     @property
     def now(self) -> str:
@@ -101,12 +92,22 @@ class Connection:
                 # Without values psycopg leaves % alone.
                 text = sql if values else sql.replace("%%", "%")
                 return self.raw.execute(text, values or None)
-            return self.raw.execute(sql.replace("%s", "?").replace("%%", "%"), values)
+            text = sql.replace("%s", "?").replace("%%", "%")
+            return self.raw.execute(text, tuple(map(_stored, values)))
         except (sqlite3.Error, psycopg.Error) as error:
             raise EnvironmentFault(
                 f"The database at {self.address} failed: {str(error).strip()}"
                 + _advice(error)
             ) from error
+
+
+def _stored(value: Any) -> Any:
+    """Return a value as Django stores it in SQLite, where ids and instants are text."""
+    if isinstance(value, uuid.UUID):
+        return value.hex
+    if isinstance(value, dt.datetime):
+        return instant_text(value, upper=True)
+    return value
 
 
 def connect_plain(spec: SourceSpec) -> Connection:

@@ -47,15 +47,14 @@ class Marks:
     def place(self, lake_id: str, lake: str, purged_through: int) -> Mark:
         """Store this mark of a lake in the database, whatever the mark was before, and
         return the mark."""
-        now = self.connection.given(self.connection.clock())
         self.connection.execute(
             f"INSERT INTO {_MARKS} (source, lake_id, lake, purged_through,"
             " begun_through, rows, changed_at) VALUES (%s, %s, %s, %s, %s, 0, %s)"
             " ON CONFLICT (source, lake_id) DO UPDATE SET lake = excluded.lake,"
             " purged_through = excluded.purged_through,"
             " begun_through = excluded.begun_through, changed_at = excluded.changed_at",
-            self.source, self._id(lake_id), lake, purged_through, purged_through,
-            now,
+            self.source, uuid.UUID(lake_id), lake, purged_through, purged_through,
+            self.connection.clock(),
         )  # fmt: skip
         return next(one for one in self.read() if one.lake_id == lake_id)
 
@@ -65,7 +64,7 @@ class Marks:
         self.connection.execute(
             f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
             " AND lake_id = %s AND begun_through < %s",
-            number, self.source, self._id(lake_id), number,
+            number, self.source, uuid.UUID(lake_id), number,
         )  # fmt: skip
 
     def advance(
@@ -85,14 +84,11 @@ class Marks:
             " begun_through > %s THEN begun_through ELSE %s END, rows = rows + %s,"
             " changed_at = %s WHERE source = %s AND lake_id = %s"
             " AND purged_through = %s",
-            after, after, after, rows, connection.given(connection.clock()),
-            self.source, self._id(lake_id), before,
+            after, after, after, rows, connection.clock(), self.source,
+            uuid.UUID(lake_id), before,
         )  # fmt: skip
         if changed != 1:
             raise EnvironmentFault(
                 f"Another archiver of {self.source} has gone past batch {before}: "
                 "this one has lost its lock, and has deleted nothing more. Run again."
             )
-
-    def _id(self, lake_id: str) -> object:
-        return self.connection.given(uuid.UUID(lake_id))

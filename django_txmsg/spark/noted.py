@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from .connection import Connection, connect_plain
+from .connection import connect_plain
 from .databases import read_instant, read_json
 from .errors import UsageError
 from .spec import SourceSpec
@@ -61,7 +61,7 @@ class Noted:
         """Return findings, newest first: sorted by the time when they were first
         found."""
         with closing(connect_plain(self.source)) as connection:
-            where, values = self._where(connection, which)
+            where, values = self._where(which)
             rows = connection.rows(
                 f"SELECT {', '.join(COLUMNS)} FROM {_TABLE} WHERE {where} ORDER BY"
                 " found_at DESC, verdict, sent_at, id"
@@ -75,7 +75,7 @@ class Noted:
     def count(self, which: Which) -> dict[str, int]:
         """Return the number of findings of each verdict."""
         with closing(connect_plain(self.source)) as connection:
-            where, values = self._where(connection, which)
+            where, values = self._where(which)
             return dict(
                 connection.rows(
                     f"SELECT verdict, count(*) FROM {_TABLE} WHERE {where}"
@@ -114,35 +114,32 @@ class Noted:
             f" ELSE excluded.{name} END"
             for name in notes
         ]
-        with closing(connect_plain(self.source)) as connection:
-            lines = [
-                [
-                    connection.given(value)
-                    for value in (
-                        uuid.uuid5(uuid.NAMESPACE_OID, self._digest(one)),
-                        self.source.service, one["verdict"],
-                        uuid.UUID(one["message_id"]), one["destination"] or "",
-                        one["sender"] or "", one["consumer"] or "", one["sent_at"],
-                        one["found_at"], seen_at,
-                    )
-                ]
-                for one in findings
-            ]  # fmt: skip
-            with connection.transaction():
-                if lines:
-                    connection.many(
-                        f"INSERT INTO {_TABLE} AS old ({', '.join(names)},"
-                        " acknowledged_by, note)"
-                        f" VALUES ({', '.join(['%s'] * len(names))}, '', '')"
-                        f" ON CONFLICT (id) DO UPDATE SET {', '.join(changes)}",
-                        lines,
-                    )
-                connection.execute(
-                    f"DELETE FROM {_TABLE} WHERE service = %s AND acknowledged_at IS"
-                    " NULL AND seen_at < %s",
-                    self.source.service,
-                    connection.given(seen_at),
+        lines = [
+            (
+                uuid.uuid5(uuid.NAMESPACE_OID, self._digest(one)), self.source.service,
+                one["verdict"], uuid.UUID(one["message_id"]), one["destination"] or "",
+                one["sender"] or "", one["consumer"] or "", one["sent_at"],
+                one["found_at"], seen_at,
+            )
+            for one in findings
+        ]  # fmt: skip
+        with (
+            closing(connect_plain(self.source)) as connection,
+            connection.transaction(),
+        ):
+            if lines:
+                connection.many(
+                    f"INSERT INTO {_TABLE} AS old ({', '.join(names)},"
+                    " acknowledged_by, note)"
+                    f" VALUES ({', '.join(['%s'] * len(names))}, '', '')"
+                    f" ON CONFLICT (id) DO UPDATE SET {', '.join(changes)}",
+                    lines,
                 )
+            connection.execute(
+                f"DELETE FROM {_TABLE} WHERE service = %s AND acknowledged_at IS"
+                " NULL AND seen_at < %s",
+                self.source.service, seen_at,
+            )  # fmt: skip
 
     def acknowledge(self, which: Which, by: str, note: str) -> int:
         """Acknowledge findings with a note, and return how many were acknowledged.
@@ -176,15 +173,16 @@ class Noted:
     ) -> int:
         which = Which(which.verdict, which.destination, which.message_ids, before)
         with closing(connect_plain(self.source)) as connection:
-            where, values = self._where(connection, which)
+            where, values = self._where(which)
             return connection.execute(
                 f"UPDATE {_TABLE} SET acknowledged_at = %s, acknowledged_by = %s,"
                 f" note = %s WHERE {where}",
-                connection.given(at), by[:255], note.strip(), *values,
+                at, by[:255], note.strip(), *values,
             )  # fmt: skip
 
-    def _where(self, connection: Connection, which: Which) -> tuple[str, list[Any]]:
-        where, values = ["service = %s"], [self.source.service]
+    def _where(self, which: Which) -> tuple[str, list[Any]]:
+        where = ["service = %s"]
+        values: list[Any] = [self.source.service]
         for name in ("verdict", "destination"):
             if value := getattr(which, name):
                 where.append(f"{name} = %s")
@@ -192,7 +190,7 @@ class Noted:
         if which.message_ids:
             marks = ", ".join(["%s"] * len(which.message_ids))
             where.append(f"message_id IN ({marks})")
-            values += map(connection.given, which.message_ids)
+            values += which.message_ids
         if which.acknowledged is not None:
             verb = "IS NOT" if which.acknowledged else "IS"
             where.append(f"acknowledged_at {verb} NULL")

@@ -177,7 +177,7 @@ def _insert(source: SourceSpec, run: Run, lake: str) -> None:
         marks = ", ".join(["%s"] * len(row))
         connection.execute(
             f"INSERT INTO {_RUNS} ({', '.join(row)}) VALUES ({marks})",
-            *map(connection.given, row.values()),
+            *row.values(),
         )
 
 
@@ -190,8 +190,8 @@ def _take(source: SourceSpec, run: Run, lake: str) -> None:
             " finished_at = NULL WHERE id = %s AND service = %s AND job = %s"
             " AND state <> 'clean'",
             lake,
-            connection.given(run.started_at),
-            connection.given(uuid.UUID(run.id)),
+            run.started_at,
+            uuid.UUID(run.id),
             source.service,
             run.job,
         )
@@ -203,9 +203,7 @@ def requested_ids(source: SourceSpec, request: uuid.UUID) -> list[str]:
     """Return the ids of the messages whose replay was requested. Raises UsageError for
     an unknown request."""
     with closing(connect_plain(source)) as connection:
-        found = connection.value(
-            f"SELECT options FROM {_RUNS} WHERE id = %s", connection.given(request)
-        )
+        found = connection.value(f"SELECT options FROM {_RUNS} WHERE id = %s", request)
     ids = None if found is None else _options_of(request, found).get(_FOUND)
     if not ids:
         raise UsageError(f"There is no request {request}.")
@@ -258,7 +256,7 @@ def erasing(
         if "dry_run" in run.options:
             yield found
             return
-        own = databases[0].given(uuid.UUID(run.id))
+        own = uuid.UUID(run.id)
         _describe(databases[0], own, run.options | {_FOUND: sorted(found)})
         yield found
         for database, key, options in same:
@@ -307,7 +305,7 @@ def progressed(
     with closing(connect_plain(source)) as connection:
         connection.execute(
             f"UPDATE {_RUNS} SET {changes} WHERE id = %s",
-            *map(connection.given, values),
+            *values,
         )
 
 

@@ -183,8 +183,7 @@ class Staging:
             lines = batch.select(_NAMES).to_pylist()
             for line in lines:
                 line["message_id"] = uuid.UUID(line["message_id"])
-            given = (map(connection.given, line.values()) for line in lines)
-            connection.many(sql, ([self.run, task, *line] for line in given))
+            connection.many(sql, ([self.run, task, *line.values()] for line in lines))
 
     def _store(
         self, connection: Connection, rate: float, theirs: str, names: str

@@ -92,7 +92,7 @@ def test_a_requested_replay_waits_for_the_end_of_an_erasure(
         def record() -> tuple[str, str]:
             [row] = connection.rows(
                 "SELECT state, error FROM django_txmsg_pipelinerun WHERE id = %s",
-                connection.given(uuid.UUID(request)),
+                uuid.UUID(request),
             )
             return row
 

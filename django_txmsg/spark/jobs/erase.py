@@ -183,7 +183,7 @@ def erase_responses(
     for part in _slices(sessions):
         where = f"session_id IN ({', '.join(['%s'] * len(part))})"
         where += " AND (body IS NOT NULL OR headers <> '[]')"
-        values = [connection.given(uuid.UUID(one)) for one in part]
+        values = list(map(uuid.UUID, part))
         count += _changed(connection, dry_run, RESPONSES, where, values, change)
     return count
 
