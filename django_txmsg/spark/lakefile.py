@@ -24,7 +24,7 @@ from pyspark.sql import types as t
 
 from .errors import VerificationRefused, spoilt
 from .rowhash import row_hashes
-from .schemas import Column, arrow_schema, struct_of
+from .schemas import Column, Table, arrow_schema, struct_of
 from .tally import Tallying
 
 #: Most open files of one task. Rows in the order of their ids need one or two at a
@@ -228,22 +228,58 @@ def prove(
     files: fs.FileSystem,
     root: str,
     written: Sequence[LakeFile],
-    columns: Sequence[Column],
+    rows: int,
+    table: Table | None,
 ) -> int:
     """Read files back, and return the sum of the checksums of their rows. Raises
-    VerificationRefused if a file has another number of rows than were written."""
-    checksum = 0
-    schema = pa.schema([one.arrow for one in columns])
+    VerificationRefused if the files do not have `rows` rows. A table of results (None)
+    has no checksums."""
+    found = total = 0
     for one in written:
-        rows = 0
-        for batch in rows_of(files, f"{root}/{one.path}", schema.names):
-            rows += batch.num_rows
-            checksum += sum(row_hashes(batch, columns))
-        if rows != one.rows:
-            raise VerificationRefused(
-                f"{one.path} holds {rows} rows on reading back, not {one.rows}."
-            )
-    return checksum
+        for batch in rows_of(files, f"{root}/{one.path}"):
+            found += batch.num_rows
+            total += checksum(batch, table)
+    if found != rows:
+        paths = ", ".join(one.path for one in written)
+        raise VerificationRefused(
+            f"{rows} rows were written, and {found} are read back from {paths}."
+        )
+    return total
+
+
+def checksum(batch: pa.RecordBatch, table: Table | None) -> int:
+    """Return the sum of the checksums of these archived rows."""
+    if table is None:
+        return 0
+    return sum(sum(row_hashes(*one)) for one in kept_rows(batch, table))
+
+
+def kept_rows(
+    batch: pa.RecordBatch, table: Table
+) -> Iterator[tuple[pa.RecordBatch, list[Column]]]:
+    """Yield rows with the columns that the lake stored for them. A lake may store no
+    bodies, and a file may be older than a column."""
+    if not batch.num_rows:
+        return
+    there = [one for one in table.columns if one.name in batch.schema.names]
+    bodies = [one for one in there if one.kind == "bytes"]
+    if not any(batch.column(one.name).null_count for one in bodies):
+        yield _cast(batch, there), there
+        return
+    missing = pc.is_null(batch.column(bodies[0].name))
+    without = [one for one in there if one not in bodies]
+    for rows, columns in (
+        (batch.filter(pc.invert(missing)), there),
+        (batch.filter(missing), without),
+    ):
+        if rows.num_rows:
+            yield _cast(rows, columns), columns
+
+
+def _cast(rows: pa.RecordBatch, columns: list[Column]) -> pa.RecordBatch:
+    names = [one.name for one in columns]
+    schema = pa.schema([one.arrow.with_nullable(True) for one in columns])
+    return rows.select(names).cast(schema)
 
 
 def rows_of(

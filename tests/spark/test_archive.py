@@ -28,7 +28,7 @@ from django_txmsg.spark.jobs.archive import (
     tasks_on,
 )
 from django_txmsg.spark.lake import Lake
-from django_txmsg.spark.lakefile import DayFiles, LakeFile, prove
+from django_txmsg.spark.lakefile import DayFiles, prove
 from django_txmsg.spark.rowhash import row_hashes
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
@@ -602,11 +602,10 @@ def test_a_file_that_lost_rows_is_not_proven(tmp_path: Path) -> None:
     days.write(batch)
     [written] = days.close()
     hashes = row_hashes(batch, ATTEMPTS.columns)
-    assert prove(files, root, [written], ATTEMPTS.columns) == sum(hashes)
+    assert prove(files, root, [written], 1, ATTEMPTS) == sum(hashes)
 
-    claimed = LakeFile(**{**written.__dict__, "rows": 2})
-    with pytest.raises(VerificationRefused, match="holds 1 rows"):
-        prove(files, root, [claimed], ATTEMPTS.columns)
+    with pytest.raises(VerificationRefused, match="2 rows were written, and 1 are"):
+        prove(files, root, [written], 2, ATTEMPTS)
 
 
 def test_a_transaction_still_open_is_waited_for(

@@ -25,10 +25,10 @@ import pyarrow.compute as pc
 from ..batchlog import BatchLog
 from ..errors import VerificationRefused
 from ..lake import LakeTable
-from ..lakefile import DayFiles, LakeFile, rows_of
+from ..lakefile import DayFiles, LakeFile, checksum, kept_rows, prove, rows_of
 from ..ledger import Ledger, Row, whose
 from ..rowhash import row_hashes
-from ..schemas import TABLES, Column, Table
+from ..schemas import TABLES, Column
 
 
 def rewritten(
@@ -46,23 +46,15 @@ def rewritten(
         place.files, place.root, group[0].service, group[0].day, name,
         ready=place.place.insist,
     )  # fmt: skip
-
-    def proof(batch: pa.RecordBatch) -> int:
-        return checksum(batch, table) if table else 0
-
-    before = after = rows = 0
+    before = 0
     for one in group:
         for batch in rows_of(place.files, f"{place.root}/{one.path}"):
             kept = keep(batch)
-            before += proof(kept)
+            before += checksum(kept, table)
             # The file's counts include the rows that are removed.
             files.write(kept.replace_schema_metadata(None))
     written = files.close()
-    for file in written:
-        for batch in rows_of(place.files, f"{place.root}/{file.path}"):
-            after += proof(batch)
-            rows += batch.num_rows
-    if (rows, after) != (files.rows, before):
+    if prove(place.files, place.root, written, files.rows, table) != before:
         raise VerificationRefused(f"{name} does not hold what was written into it.")
     known = [one.batches for one in group if one.batches is not None]
     if len(known) < len(group):
@@ -174,39 +166,6 @@ class Settling:
             touched=[[after + 1, until]],
         )
         self.on_step("amended")
-
-
-def kept_rows(
-    batch: pa.RecordBatch, table: Table
-) -> Iterator[tuple[pa.RecordBatch, list[Column]]]:
-    """Yield rows with the columns that the lake stored for them. A lake may store no
-    bodies, and a file may be older than a column."""
-    if not batch.num_rows:
-        return
-    there = [one for one in table.columns if one.name in batch.schema.names]
-    bodies = [one for one in there if one.kind == "bytes"]
-    if not bodies:
-        yield _cast(batch, there), there
-        return
-    missing = pc.is_null(batch.column(bodies[0].name))
-    without = [one for one in there if one not in bodies]
-    for rows, columns in (
-        (batch.filter(pc.invert(missing)), there),
-        (batch.filter(missing), without),
-    ):
-        if rows.num_rows:
-            yield _cast(rows, columns), columns
-
-
-def _cast(rows: pa.RecordBatch, columns: list[Column]) -> pa.RecordBatch:
-    names = [one.name for one in columns]
-    schema = pa.schema([one.arrow.with_nullable(True) for one in columns])
-    return rows.select(names).cast(schema)
-
-
-def checksum(batch: pa.RecordBatch, table: Table) -> int:
-    """Return the sum of the checksums of these archived rows."""
-    return sum(sum(row_hashes(*one)) for one in kept_rows(batch, table))
 
 
 def _of(batch: pa.RecordBatch, after: int, until: int) -> pa.Array:

@@ -24,14 +24,13 @@ from pyspark.sql import SparkSession
 from ..engine import spread
 from ..errors import SpoiltFile
 from ..lake import Lake, LakeTable
-from ..lakefile import LakeFile, rows_of
+from ..lakefile import LakeFile, checksum, rows_of
 from ..runs import Run
 from ..schemas import TABLES, Table, arrow_schema, struct_of
 from ..spec import JobSpec, LakeSpec
 from ..storage import place_of
 from .outcome import Outcome, job_session
 from .reading import WholeLog
-from .settling import checksum
 
 #: Most problems of a table that are listed individually.
 SHOWN = 20
