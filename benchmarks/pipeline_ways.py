@@ -17,7 +17,6 @@ import psycopg
 import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
-from pyarrow import fs
 from pyspark.sql import SparkSession
 
 from django_txmsg.spark.engine import spread
@@ -28,6 +27,7 @@ from django_txmsg.spark.lakefile import DayFiles
 from django_txmsg.spark.ledger import Batch
 from django_txmsg.spark.schemas import OUTBOX, Column
 from django_txmsg.spark.spec import LakeSpec, SourceSpec
+from django_txmsg.spark.storage import place_of
 
 WEEK = timedelta(days=7)
 
@@ -187,9 +187,8 @@ class Bench:
         # CSV has a body as hexadecimal text; to be fair it stays so.
         types |= {"body": pa.string()}
         asked = ", ".join(as_text(one) for one in OUTBOX.columns)
-        files, root = fs.FileSystem.from_uri(lake.uri)
         started = time.monotonic()
-        days = DayFiles(files, f"{root}/outbox", "bench", "created_at", "copy")
+        days = DayFiles(place_of(lake), "outbox", "bench", "created_at", "copy")
         with psycopg.connect(self.url) as connection, connection.cursor() as cursor:
             rows = f"SELECT {asked} FROM {OUTBOX.relation} t"
             sql = f"COPY ({rows}) TO STDOUT (FORMAT csv)"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from pyspark.sql import types as t
 from .errors import VerificationRefused, spoilt
 from .rowhash import row_hashes
 from .schemas import Column, Table, arrow_schema, struct_of
+from .storage import Place
 from .tally import Tallying
 
 #: Most open files of one task. Rows in the order of their ids need one or two at a
@@ -100,25 +101,22 @@ class DayFiles:
     """Writes batches of one service, into one file for each day.
 
     `clock` is either the column with the instant that determines a row's day, or one
-    day for all rows. `complete` adds columns to the rows before they are written.
-    `ready` is called before a file is created. `apart` names a column. Rows in which
-    this column is true are written into separate files, with counts in their footers.
+    day for all rows. `apart` names a column. Rows in which this column is true are
+    written into separate files, with counts in their footers.
     """
 
     def __init__(
         self,
-        files: fs.FileSystem,
-        root: str,
+        place: Place,
+        table: str,
         service: str,
         clock: str | dt.date,
         name: str,
-        complete: Callable[[pa.Table], pa.Table] = lambda rows: rows,
-        ready: Callable[[], None] = lambda: None,
         apart: str = "",
     ) -> None:
-        self.files, self.root, self.service = files, root, service
-        self.clock, self.name, self.complete = clock, name, complete
-        self.ready, self.apart = ready, apart
+        self.place, self.service = place, service
+        self.files, self.root = place.files, f"{place.root}/{table}"
+        self.clock, self.name, self.apart = clock, name, apart
         self.rows = 0
         self._open: dict[_Part, tuple[str, Any, Any, Tallying]] = {}
         self._closed: list[LakeFile] = []
@@ -149,7 +147,7 @@ class DayFiles:
         """Write the buffered rows, grouped by day."""
         if not self._waiting_rows:
             return
-        rows = self.complete(pa.Table.from_batches(self._waiting))
+        rows = pa.Table.from_batches(self._waiting)
         self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
         if isinstance(self.clock, dt.date):
             self._write((self.clock, False), rows)
@@ -176,7 +174,7 @@ class DayFiles:
         if key not in self._open:
             if len(self._open) >= MAX_OPEN:
                 self._close(next(iter(self._open)))
-            self.ready()
+            self.place.insist()
             directory = directory_of(self.service, key[0])
             path = (
                 f"{directory}/{self.name}-{len(self._closed) + len(self._open)}.parquet"

@@ -87,10 +87,7 @@ class Results:
         """Write batches into files with unique names, and return these files."""
         place = place_of(self.lake)
         unique = f"{self.run_id}-{task}-{uuid.uuid4().hex[:8]}"
-        files = DayFiles(
-            place.files, f"{place.root}/{name}", self.service, self.clock, unique,
-            ready=place.insist, apart=self.apart,
-        )  # fmt: skip
+        files = DayFiles(place, name, self.service, self.clock, unique, self.apart)
         for batch in batches:
             files.write(self._stamped(batch.cast(schema)))
         return files.close()

@@ -32,7 +32,6 @@ from django_txmsg.spark.lakefile import DayFiles, prove
 from django_txmsg.spark.rowhash import row_hashes
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
-from django_txmsg.spark.storage import place_of
 from tests.faults import wait_until
 from tests.spark.archives import (
     LOCKS,
@@ -572,9 +571,8 @@ def test_unreachable_database_is_reported_without_its_password(
 
 
 def test_rows_of_many_days_need_few_open_files(tmp_path: Path) -> None:
-    place = place_of(LakeSpec(f"{tmp_path}"))
-    files, root = place.files, place.root
-    days = DayFiles(files, root, "shop", "at", "x")
+    place = Lake(LakeSpec(f"{tmp_path}"), create=True).place
+    days = DayFiles(place, "outbox", "shop", "at", "x")
     schema = pa.schema([("id", pa.int64()), ("at", pa.timestamp("us", tz="UTC"))])
     at = [LONG_AGO + timedelta(days=number % 150) for number in range(900)]
 
@@ -591,9 +589,8 @@ def test_rows_of_many_days_need_few_open_files(tmp_path: Path) -> None:
 
 
 def test_a_file_that_lost_rows_is_not_proven(tmp_path: Path) -> None:
-    place = place_of(LakeSpec(f"{tmp_path}"))
-    files, root = place.files, place.root
-    days = DayFiles(files, root, "shop", "failed_at", "x")
+    place = Lake(LakeSpec(f"{tmp_path}"), create=True).place
+    days = DayFiles(place, "attempts", "shop", "failed_at", "x")
     schema = pa.schema([one.arrow for one in ATTEMPTS.columns])
     row = {"id": 1, "message_id": str(uuid.uuid4()), "stage": "s", "number": 1,
            "worker": "", "failed_at": LONG_AGO, "duration": None, "exception": "",
@@ -602,10 +599,10 @@ def test_a_file_that_lost_rows_is_not_proven(tmp_path: Path) -> None:
     days.write(batch)
     [written] = days.close()
     hashes = row_hashes(batch, ATTEMPTS.columns)
-    assert prove(files, root, [written], 1, ATTEMPTS) == sum(hashes)
+    assert prove(place.files, days.root, [written], 1, ATTEMPTS) == sum(hashes)
 
     with pytest.raises(VerificationRefused, match="2 rows were written, and 1 are"):
-        prove(files, root, [written], 2, ATTEMPTS)
+        prove(place.files, days.root, [written], 2, ATTEMPTS)
 
 
 def test_a_transaction_still_open_is_waited_for(

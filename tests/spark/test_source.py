@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from django_txmsg.spark.databases import open_database
+from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import DayFiles, rows_of
 from django_txmsg.spark.schemas import OUTBOX, TABLES
 from django_txmsg.spark.source.batch import id_ranges
 from django_txmsg.spark.source.snapshot import snapshot
 from django_txmsg.spark.spec import LakeSpec
-from django_txmsg.spark.storage import place_of
 from tests.spark.conftest import everywhere, since_pyspark
 from tests.spark.log import LONG_AGO, Log
 
@@ -155,8 +155,8 @@ def test_large_bodies_are_read_and_kept_a_few_at_a_time(
     log: Log, tmp_path: Path
 ) -> None:
     log.send([{"body": os.urandom(4 << 20)} for _ in range(20)])
-    place = place_of(LakeSpec(f"{tmp_path}"))
-    days = DayFiles(place.files, place.root, "shop", "created_at", "x")
+    place = Lake(LakeSpec(f"{tmp_path}/lake"), create=True).place
+    days = DayFiles(place, "outbox", "shop", "created_at", "x")
 
     largest = 0
     for batch in open_database(log.spec).read(OUTBOX, OUTBOX.columns, ""):
@@ -165,10 +165,10 @@ def test_large_bodies_are_read_and_kept_a_few_at_a_time(
     [written] = days.close()
 
     assert largest <= 21 << 20
-    described = pq.read_metadata(f"{place.root}/{written.path}")
+    described = pq.read_metadata(f"{days.root}/{written.path}")
     assert written.rows == 20
     assert described.num_row_groups == 2
-    again = list(rows_of(place.files, f"{place.root}/{written.path}"))
+    again = list(rows_of(place.files, f"{days.root}/{written.path}"))
     assert max(one.nbytes for one in again) <= 70 << 20
 
 

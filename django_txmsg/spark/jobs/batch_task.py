@@ -44,18 +44,14 @@ class BatchTask:
     def _one(self, read: Read, batch: Batch) -> pa.RecordBatch:
         columns = kept_columns(self.table, self.lake)
         place = place_of(self.lake)
-        files, root = place.files, f"{place.root}/{self.table.name}"
-        days = DayFiles(
-            files, root, self.service, self.table.clock,
-            f"{batch.token}-{attempt_key()}",
-            lambda rows: _with_outcome(rows, self.table, batch.number), place.insist,
-        )  # fmt: skip
+        name = f"{batch.token}-{attempt_key()}"
+        days = DayFiles(place, self.table.name, self.service, self.table.clock, name)
         for rows in read(self.table, columns, batch.where):
-            days.write(rows)
+            days.write(_with_outcome(rows, self.table, batch.number))
         written = days.close()
         checksum = 0
         if self.prove:
-            checksum = prove(files, root, written, days.rows, self.table)
+            checksum = prove(place.files, days.root, written, days.rows, self.table)
         common = {"batch_id": batch.number, "checksum": str(checksum)}
         return pa.RecordBatch.from_pylist(
             [one.report() | common for one in written], schema=arrow_schema(MANIFEST)
@@ -81,7 +77,7 @@ def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:
     return tuple(kept)
 
 
-def _with_outcome(rows: pa.Table, table: Table, number: int) -> pa.Table:
+def _with_outcome(rows: pa.RecordBatch, table: Table, number: int) -> pa.RecordBatch:
     if isinstance(table.outcome, str):
         ended = rows[table.outcome]
     else:

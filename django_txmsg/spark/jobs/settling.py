@@ -42,10 +42,8 @@ def rewritten(
     not in the log yet. Raises VerificationRefused if the new file, when read back,
     differs from the written rows."""
     table = TABLES.get(place.name)
-    files = DayFiles(
-        place.files, place.root, group[0].service, group[0].day, name,
-        ready=place.place.insist,
-    )  # fmt: skip
+    first = group[0]
+    files = DayFiles(place.place, place.name, first.service, first.day, name)
     before = 0
     for one in group:
         for batch in rows_of(place.files, f"{place.root}/{one.path}"):
