@@ -46,10 +46,7 @@ class BatchLog:
         self.last = 0 if delta is None else self._last(delta)
 
     def _last(self, delta: DeltaTable) -> int:
-        former = self.place.place.former
-        names = [one for one in former if former[one] == self.service]
-        apps = [app_name("archive", one, self.table.name) for one in names]
-        return max(self.place.last(delta, one) for one in (self.app, *apps))
+        return self.place.last(delta, "archive", self.service)
 
     def enter(
         self,

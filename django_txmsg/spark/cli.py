@@ -278,7 +278,8 @@ def add_jobs(
     option("--at", "when it stopped listening; default: now", type=instant)
 
     option = add("show", "find a message in databases and lake")
-    option("term", "message id, key or correlation id", metavar="ID")
+    text = "message id, key or correlation id"
+    option("term", text, action=Filled, metavar="ID")
 
     option = add("views", "print SQL views of messages and findings")
     option(

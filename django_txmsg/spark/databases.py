@@ -334,7 +334,7 @@ def _decoded(
         near = connection.execute(
             f"SELECT t.id, CAST(t.{known[1]} AS BLOB) {chosen} LIMIT 2 OFFSET {read}"
         ).fetchall()
-        row_id = next((one for one, text in near if not _is_utf8(text or b"")), "?")
+        row_id = next((one for one, text in near if _damaged(text or b"")), "?")
         raise EnvironmentFault(
             f"The column {known[1]} of the row {row_id} of {relation} is not UTF-8, so "
             "no program can read it as text. Nothing is lost: replace the column's "
@@ -342,12 +342,8 @@ def _decoded(
         ) from None
 
 
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+def _damaged(text: bytes) -> bool:
+    return text.decode(errors="ignore").encode() != text
 
 
 def _in_batches(

@@ -169,10 +169,11 @@ class LakeTable:
         paths = [f"{log}/{number:020}.json" for number in versions]
         sync(self.files, self.place.root, paths)
 
-    def last(self, delta: DeltaTable, app: str) -> int:
-        """Return the number of the last commit under the name `app`. Returns 0 if there
-        is none."""
-        return delta.transaction_version(app) or 0
+    def last(self, delta: DeltaTable, job: str, service: str) -> int:
+        """Return the number of the last commit of a job for a service, under its
+        present name or a former one. Returns 0 if there is none."""
+        apps = (app_name(job, one, self.name) for one in self.place.names(service))
+        return max(delta.transaction_version(one) or 0 for one in apps)
 
     def named(
         self, delta: DeltaTable | None = None, service: str = ""
@@ -263,10 +264,9 @@ class LakeTable:
             return []
         would = partial(delta.vacuum, 0, dry_run=True, enforce_retention_duration=False)
         unnamed = set(would(full=True)) - set(would())  # which it has once named
-        former = self.place.former
         own = {
             one
-            for name in (service, *(old for old in former if former[old] == service))
+            for name in self.place.names(service)
             for one in (directory_of(name), f"service={name}")
         }
         paths = [

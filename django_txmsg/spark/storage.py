@@ -52,6 +52,11 @@ class Place:
             return Path(self.root, name).as_uri()
         return f"{self.uri}/{name}"
 
+    def names(self, service: str) -> list[str]:
+        """Return all names under which a service has archived: its present name, then
+        former ones."""
+        return [service, *(old for old in self.former if self.former[old] == service)]
+
     def insist(self) -> None:
         """Raise EnvironmentFault unless the lake exists. Call this before creating a
         file: a file below an unmounted mount point would be hidden after mounting."""

@@ -327,6 +327,7 @@ def test_a_run_since_an_instant_starts_a_jvm_for_short_work(
         ("replay", "--verdict", "lost", "--run", ""),
         ("findings", "--verdict", "", "--destination", "orders", "--acknowledge", "x"),
         ("findings", "--verdict", "lost", "--destination", "", "--reopen"),
+        ("show", ""),
     ],
 )
 def test_a_blank_selection_is_refused(words: tuple[str, ...], capsys) -> None:

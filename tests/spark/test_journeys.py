@@ -68,6 +68,7 @@ def at_once(spark: Any, spec: JobSpec) -> list[tuple[Any, ...]]:
                 steps(
                     sent.select(*SENT.fieldNames()),
                     received.select(*RECEIVED.fieldNames()),
+                    spark.createDataFrame([], LETTERS),
                 )
             )
         )

@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from django_txmsg.spark.errors import EnvironmentFault, UsageError
+from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from tests.spark.archives import archive
 from tests.spark.log import LONG_AGO, Log
@@ -46,9 +46,6 @@ def test_a_message_is_shown_from_databases_and_lake(make_log, lake: LakeSpec) ->
     assert {one["message_id"] for one in by_id} == {str(message)}
     assert run(spec, "show", "customer's")["steps"] == by_id[:3]
     assert "know 'nothing'" in outcome(spec, "show", "nothing").lines[0]
-    # Messages without a key are not those of an empty key.
-    with pytest.raises(UsageError, match="empty id"):
-        run(spec, "show", "")
     # Who looks leaves no trace.
     assert shop.value("SELECT count(*) FROM django_txmsg_pipelinerun") == 0
 

@@ -287,9 +287,8 @@ class Journeys:
         files are read."""
         if self.large:
             known, named = self.known, set(self.named)
-            looked = fresh if known else self.named
             self.known = {one: known[one] for one in known if one in named}
-            self.known |= tallies(self.place, looked)
+            self.known |= tallies(self.place, fresh if known else self.named)
 
     def _alone(self, stack: ExitStack) -> bool:
         """Take the lock on the journeys until the end of this run. Returns False if
@@ -437,7 +436,7 @@ class Journeys:
         self._count(files)
 
     def _commit(self, files: Sequence[LakeFile], old: Sequence[LakeFile]) -> None:
-        number = self.place.last(self.delta, self.app) + 1
+        number = self.place.last(self.delta, NAME, self.service) + 1
         while True:
             try:
                 self.place.commit(
@@ -449,7 +448,8 @@ class Journeys:
                 # Another service may have changed its part, while ours is unchanged.
                 delta = self.place.ensure()
                 own = set(self.place.named(delta, self.service))
-                if own != set(self.named) or self.place.last(delta, self.app) >= number:
+                last = self.place.last(delta, NAME, self.service)
+                if own != set(self.named) or last >= number:
                     raise EnvironmentFault(
                         f"Another run has changed the journeys of {self.service!r} "
                         f"({error}): run again."
@@ -495,6 +495,5 @@ def marks_of(rows: DataFrame, found: bool = True) -> DataFrame | None:
 
 
 def _day_of(since: dt.datetime) -> dt.date:
-    """Return the first day to read for `since`. It is earlier than `since`, because
-    clocks may differ."""
+    """Return the first day to read: earlier than `since`, because clocks may differ."""
     return (since - dt.timedelta(days=1)).date()

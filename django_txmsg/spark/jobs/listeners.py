@@ -76,7 +76,7 @@ class Listeners:
 
 
 def read_places(steps: DataFrame) -> list[Place]:
-    """Compute the PLACE rows of these steps and return them as objects."""
+    """Compute the places of these steps and return them as objects."""
     found = places(steps).fillna("").fillna(0)
     return [Place(**row) for row in found.toArrow().to_pylist()]
 
@@ -183,17 +183,13 @@ def known_listeners(rows: Iterable[Listener]) -> list[Listener]:
     has two rows: one without and one with its end."""
     ends: dict[tuple[str, str, dt.datetime], dt.datetime | None] = {}
     for one in rows:
-        key = _known_by(one)
+        key = one.destination, one.consumer, one.since
         before = ends.get(key)
         ends[key] = min(filter(None, (one.until, before)), default=None)
     return [Listener(*key, ends[key]) for key in sorted(ends)]
 
 
 _Pair = tuple[str, str]
-
-
-def _known_by(one: Listener) -> tuple[str, str, dt.datetime]:
-    return one.destination, one.consumer, one.since
 
 
 def _service(pair: _Pair) -> str:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from ..batchlog import is_mounted
 from ..databases import open_database
-from ..errors import UsageError, spoilt
+from ..errors import spoilt
 from ..lake import Lake
 from ..runs import Run
 from ..schemas import TABLES, Table, arrow_schema
@@ -64,13 +64,7 @@ _HEAVY = ("body", "headers", "traceback", "state", "answer", "caller", "baggage"
 
 def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Return a summary of the events of the messages with this id, key or correlation
-    id. Raises UsageError for an empty text, and EnvironmentFault if the lake does not
-    have all archived rows."""
-    if not given.term:
-        raise UsageError(
-            "An empty id, key or correlation id selects no message. Is a variable of "
-            "your shell unset?"
-        )
+    id. Raises EnvironmentFault if the lake does not have all archived rows."""
     lake = Lake(spec.lake) if spec.lake is not None and is_mounted(spec) else None
     steps = sorted(
         (

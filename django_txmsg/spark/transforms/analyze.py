@@ -23,10 +23,6 @@ LATENCY = struct_of(
     "measure string, messages long, negative long, longest double, sketch binary"
 )
 
-PERCENTILES = struct_of(
-    "messages long, negative long, p50 double, p95 double, p99 double, longest double"
-)
-
 #: Each measure, and the instants it lies between, all from the receiver's row.
 MEASURES = {
     "critical": ("created_at", "processed_at"),
@@ -68,20 +64,16 @@ def stage_latencies(received: DataFrame) -> DataFrame:
         sf.date_trunc("hour", "processed_at").alias("hour"),
         sf.inline(times),
     ).where("seconds IS NOT NULL")
-    return (
-        each.groupBy("receiver", "stage", "destination", "hour", "measure")
-        .agg(
-            sf.count("*").alias("messages"),
-            sf.count_if(sf.col("seconds") < 0).alias("negative"),
-            sf.max("seconds").alias("longest"),
-            sf.kll_sketch_agg_double("seconds").alias("sketch"),
-        )
-        .select(*LATENCY.fieldNames())
+    return each.groupBy("receiver", "stage", "destination", "hour", "measure").agg(
+        sf.count("*").alias("messages"),
+        sf.count_if(sf.col("seconds") < 0).alias("negative"),
+        sf.max("seconds").alias("longest"),
+        sf.kll_sketch_agg_double("seconds").alias("sketch"),
     )
 
 
 def percentiles(latencies: DataFrame, *by: str) -> DataFrame:
-    """Return PERCENTILES rows: one for each combination of values in the columns `by`,
+    """Return the percentiles for each combination of values in the columns `by`,
     computed from the sketches of LATENCY rows."""
     merged = latencies.groupBy(*by).agg(
         sf.sum("messages").alias("messages"),
@@ -235,7 +227,7 @@ def groups(letters: DataFrame) -> DataFrame:
     bucket = sf.least(sf.floor(place), sf.lit(BUCKETS - 1))
     placed = marked.crossJoin(sf.broadcast(ends)).withColumn("bucket", bucket)
     counts = [sf.count_if(sf.col("bucket") == number) for number in range(BUCKETS)]
-    grouped = placed.groupBy(
+    return placed.groupBy(
         "group", sf.col("service").alias("receiver"), "stage", "reason"
     ).agg(
         sf.max_by("exception", "created_at").alias("exception"),
@@ -245,4 +237,3 @@ def groups(letters: DataFrame) -> DataFrame:
         sf.max("created_at").alias("last_seen"),
         sf.array(*counts).alias("growth"),
     )
-    return grouped.select(*GROUPS.fieldNames())

@@ -193,13 +193,11 @@ def resolutions(letters: DataFrame) -> DataFrame:
     )
 
 
-def steps(
-    sent: DataFrame, received: DataFrame, letters: DataFrame | None = None
-) -> DataFrame:
+def steps(sent: DataFrame, received: DataFrame, letters: DataFrame) -> DataFrame:
     """Return JOURNEY rows: the steps of these outbox rows, inbox rows and dead
     letters."""
     both = departures(sent).unionByName(arrivals(received))
-    return both if letters is None else both.unionByName(resolutions(letters))
+    return both.unionByName(resolutions(letters))
 
 
 def merged(journeys: DataFrame, *by: str) -> DataFrame:

@@ -20,13 +20,6 @@ from ..schemas import struct_of
 from . import EPOCH, MICROSECOND, timestamp
 from .journeys import PROMPT, RESOLUTIONS, is_topic, merged
 
-#: What the steps say of each destination, and of each listener of a topic.
-PLACE = struct_of(
-    "destination string, consumer string, sender string, receiver string, "
-    "first_at timestamp, last_at timestamp, messages long, least_us long, "
-    "median_us long"
-)
-
 VERDICT = struct_of(
     "message_id string, destination string, sender string, consumer string, "
     "sent_at timestamp, due_at timestamp, dispatched_at timestamp, "
@@ -309,9 +302,9 @@ def findings(outcome: DataFrame) -> DataFrame:
 
 
 def places(steps: DataFrame) -> DataFrame:
-    """Return PLACE rows: one for each combination of destination, sender and receiving
-    service. For a topic, the combination includes the consumer. Each row has the times
-    of the first and the last message, and the messages' transit times."""
+    """Return one row for each combination of destination, sender and receiving service.
+    For a topic, the combination includes the consumer. Each row has the times of the
+    first and the last message, and the messages' transit times."""
     listener = sf.when(is_topic(sf.col("destination")), sf.col("consumer"))
     # If a message was received long after it was stored, its stage may have begun to
     # listen in between.
@@ -338,7 +331,6 @@ def places(steps: DataFrame) -> DataFrame:
             sf.min(transit).alias("least_us"),
             sf.percentile_approx(transit, 0.5, 100).alias("median_us"),
         )
-        .select(*PLACE.fieldNames())
     )
 
 
