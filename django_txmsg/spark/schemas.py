@@ -7,6 +7,7 @@ has the lake version that added it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -131,6 +132,10 @@ class Table:
     def live_struct(self) -> t.StructType:
         """Return the schema that the jobs read from a database."""
         return t.StructType([*self.struct().fields, *[one.spark for one in self.live]])
+
+    def narrow(self, names: Collection[str]) -> t.StructType:
+        """Return the part of `live_struct()` with the columns that are in `names`."""
+        return t.StructType([f for f in self.live_struct().fields if f.name in names])
 
     def lake_struct(self) -> t.StructType:
         """Return the schema in the lake. All columns are nullable, because a file may

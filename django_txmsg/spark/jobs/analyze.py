@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..noted import Noted, Which
 from ..report import Findings, render
 from ..results import result_struct
 from ..runs import RUN, Run
-from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, TABLES, Table
+from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, TABLES
 from ..spec import JobSpec
 from ..transforms import analyze as tables
 from ..transforms import timestamp
@@ -44,12 +43,12 @@ def run_analyze(
         day = (since - dt.timedelta(days=1)).date()
         start = timestamp(since)
         # Messages that waited at the beginning may have been stored at any time before.
-        outbox = _narrow(log, OUTBOX, _SENT)
+        outbox = log.read(OUTBOX.name, _SENT)
         sent = outbox.where(sf.col("created_at") >= start)
-        received = _narrow(log, INBOX, _RECEIVED, day).where(
+        received = log.read(INBOX.name, _RECEIVED, since=day).where(
             sf.col("first_received_at") >= start
         )
-        letters = _narrow(log, DEAD_LETTERS, _LETTERS, day).where(
+        letters = log.read(DEAD_LETTERS.name, _LETTERS, since=day).where(
             sf.col("created_at") >= start
         )
         log.release()
@@ -170,26 +169,19 @@ def _first(frame: DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-_SENT = (
+_SENT = OUTBOX.narrow((
     "service", "message_id", "destination", "created_at", "due_at", "attempts",
     "dispatched_at", "dead_at", "cancelled_at",
-)  # fmt: skip
-_RECEIVED = (
+))  # fmt: skip
+_RECEIVED = INBOX.narrow((
     "service", "stage", "message_id", "destination", "created_at",
     "first_received_at", "started_at", "processed_at", "dead_at", "deliveries",
     "attempts",
-)  # fmt: skip
-_LETTERS = (
+))  # fmt: skip
+_LETTERS = DEAD_LETTERS.narrow((
     "service", "stage", "reason", "exception", "fingerprint", "resolution",
     "created_at",
-)  # fmt: skip
-
-
-def _narrow(
-    log: WholeLog, table: Table, names: Sequence[str], day: dt.date | None = None
-) -> DataFrame:
-    fields = {f.name: f for f in table.struct().fields}
-    return log.read(table.name, t.StructType([fields[n] for n in names]), since=day)
+))  # fmt: skip
 
 
 def usage(log: WholeLog, since: dt.datetime) -> list[dict[str, Any]]:

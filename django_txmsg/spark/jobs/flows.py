@@ -11,7 +11,6 @@ from functools import reduce
 
 import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import types as t
 
 from ..noted import MOST
 from ..schemas import FLOW_RUNS, FLOW_UNDOS, struct_of
@@ -19,14 +18,6 @@ from ..transforms import timestamp
 from ..transforms.reconcile import VERDICT, Judgement, of_service
 from .journeys import Journeys
 from .reading import WholeLog
-
-_OF_RUNS = (
-    "service", "message_id", "flow", "waits_for", "asked", "request_id", "since",
-    "due_at", "result", "caller", "created_at", "ended_at",
-)  # fmt: skip
-_OF_UNDOS = (
-    "service", "message_id", "destination", "request_id", "created_at", "confirmed_at",
-)  # fmt: skip
 
 #: The verdicts of runs.
 OF_RUNS = ("undo_without_request", "unanswered", "not_undone")
@@ -39,8 +30,13 @@ _LIVE = (
 _LIVE_UNDOS = f"t.run_id IN (SELECT t.id FROM {FLOW_RUNS.relation} t WHERE {_LIVE})"
 
 #: The columns that are read of runs and of undos.
-RUN = t.StructType([FLOW_RUNS.live_struct()[name] for name in _OF_RUNS])
-UNDO = t.StructType([FLOW_UNDOS.live_struct()[name] for name in _OF_UNDOS])
+RUN = FLOW_RUNS.narrow((
+    "service", "message_id", "flow", "waits_for", "asked", "request_id", "since",
+    "due_at", "result", "caller", "created_at", "ended_at",
+))  # fmt: skip
+UNDO = FLOW_UNDOS.narrow((
+    "service", "message_id", "destination", "request_id", "created_at", "confirmed_at",
+))  # fmt: skip
 
 #: What the message log says of a request: whether it was stored, and when processed.
 REQUEST = struct_of("message_id string, was_sent boolean, processed_at timestamp")

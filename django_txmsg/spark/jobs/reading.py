@@ -156,10 +156,8 @@ class WholeLog:
         `where` is an SQL condition for the databases' rows, instead of `since`. With
         `whole`, the lake's rows of all days are read."""
         described = TABLES[table]
-        names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
-        there = described.live_struct().fields
-        narrow = t.StructType([f for f in there if f.name in names])
-
+        names = ("service", "id", "message_id", *struct.fieldNames())
+        narrow = described.narrow(names)
         if since and not where:
             where = f"t.{described.clock} >= {{day}}"
         live = self._copied(described, narrow, where, since)
@@ -188,7 +186,7 @@ class WholeLog:
         if kept is None:
             return {}
         end, ended = _ENDED[table]
-        struct = t.StructType([described.live_struct()[one] for one in ("id", end)])
+        struct = described.narrow(("id", end))
         oldest = (
             f"t.id = (SELECT id FROM {described.relation} WHERE {ended}"
             f" ORDER BY {end}, id LIMIT 1)"
@@ -218,9 +216,7 @@ class WholeLog:
         named = [one for one in named if one.reaches(0, first[one.service])]
         if not named:
             return {}
-        there = TABLES[table].live_struct().fields
-        names = ("service", "id", end, "deliveries")
-        struct = t.StructType([one for one in there if one.name in names])
+        struct = TABLES[table].narrow(("service", "id", end, "deliveries"))
         rows = self._archived(table, struct, named, until=first).where(ended)
         first_row = sf.min(sf.struct(end, "id")).alias("row")
         # Of several databases, the lake does not tell whose row it is.
