@@ -16,6 +16,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.management.commands.pipeline import job_spec
 from django_txmsg.models import InboxMessage
 from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.jobs.journeys import looked_at
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run
@@ -351,6 +352,8 @@ def test_a_renamed_service_keeps_its_history(spark, make_log, lake: LakeSpec) ->
     renamed = replace(lake, former={"shipping": "delivery"})
     declared = (Subscription(topic, "delivery", "note"),)
     spec = JobSpec((shop.spec, source), renamed, subscriptions=declared)
+    with WholeLog(spark, spec) as log_of_all:
+        assert looked_at(log_of_all, "inbox").batches == {"shop": 1, "delivery": 1}
     assert run(spec, *JUDGE)["counts"] == {"ok": 3}
     sent(other, more)
     got(shop, more, service="delivery")

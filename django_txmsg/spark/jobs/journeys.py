@@ -109,8 +109,9 @@ def looked_at(log: WholeLog, name: str) -> Looked:
     service's files, or if the service's marks cannot be read."""
     delta, named = log.files_of(name)
     services = [one.service for one in log.live]
-    if delta is None:
+    if delta is None or log.lake is None:
         return Looked("", 0, 0, dict.fromkeys(services, 0))
+    place = log.lake.table(name, t.StructType())
     [entry] = delta.history(1)
     lake_id = str(delta.metadata().id)
     silent = {one.service for one in named if one.batches is None}
@@ -119,7 +120,7 @@ def looked_at(log: WholeLog, name: str) -> Looked:
         if one in silent
         else min(
             log.settled.get((one, name, lake_id), 0),
-            delta.transaction_version(app_name("archive", one, name)) or 0,
+            place.last(delta, "archive", one),
         )
         for one in services
     }
