@@ -7,6 +7,7 @@ import datetime as dt
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -86,9 +87,7 @@ def test_filters_choose_what_spark_would_choose(spark, log: Log) -> None:
     log.send_many(40, every=0.25)
     log.send([{"destination": "it's", "dispatched_at": None, "key": "%"}])
     chosen = spark.read.format("txmsg").options(**options(log)).load()
-    unpushed = (
-        spark.read.format("txmsg").options(**options(log, pushdown="false")).load()
-    )
+    unpushed = chosen.localCheckpoint()
     at = (LONG_AGO + dt.timedelta(seconds=3)).isoformat()
     later = (LONG_AGO + dt.timedelta(seconds=5)).isoformat()
     one_id = chosen.collect()[3].message_id
@@ -114,15 +113,15 @@ def test_filters_choose_what_spark_would_choose(spark, log: Log) -> None:
 def test_a_filter_runs_in_the_database(spark, pg_log: Log) -> None:
     pg_log.send_many(10)
 
-    def plan(**more: str) -> str:
-        frame = spark.read.format("txmsg").options(**options(pg_log, **more)).load()
+    frame = spark.read.format("txmsg").options(**options(pg_log)).load()
+
+    def plan(frame: Any) -> str:
         executed = frame.where("id > 5")._jdf.queryExecution().executedPlan()
         return executed.toString()
 
-    assert "(id#" in plan(pushdown="false")
+    assert "(id#" in plan(frame.localCheckpoint())
     # Nothing is left to filter above the scan.
-    assert "(id#" not in plan()
-    frame = spark.read.format("txmsg").options(**options(pg_log)).load()
+    assert "(id#" not in plan(frame)
     transactions = {row.created_xid for row in frame.collect()}
     listed = ", ".join(map(str, [*transactions, 1]))
     assert frame.where(f"created_xid IN ({listed})").count() == 10

@@ -43,21 +43,6 @@ def test_an_analysis_without_sketches_is_refused_before_anything_starts(
     assert log.rows("SELECT state FROM django_txmsg_pipelinerun") == [("failed",)]
 
 
-def test_without_filters_to_push_everything_is_read(
-    make_log, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: Log = make_log("sqlite")
-    log.send_many(3)
-    monkeypatch.setattr(pyspark, "__version__", "4.0.5")
-
-    reader = TxmsgDataSource({"url": log.spec.url}).reader(ID)
-    [part] = reader.partitions()
-    [batch] = reader.read(part)
-
-    assert "pushFilters" not in vars(type(reader))
-    assert batch.column(0).to_pylist() == [1, 2, 3]
-
-
 def test_a_stream_without_limits_says_which_version_has_them(
     make_log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

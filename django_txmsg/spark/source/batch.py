@@ -8,9 +8,8 @@ In a lake, the query reads only the files that the log names. The directory also
 contains replaced files and files of failed attempts. `spark.read.parquet()` would read
 these files too.
 
-Two readers push filters down: to the database, or to the selection of a lake's files.
-They are separate classes, because filter pushdown needs PySpark 4.1 and an explicit
-setting. `register()` enables pushdown, and the option `pushdown=false` disables it.
+Both readers push filters down: to the database, or to the selection of a lake's files.
+This needs PySpark 4.1 and a setting, which `register()` makes.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def id_ranges(database: Database, table: Table, count: int) -> list[IdRange]:
 
 
 class BatchReader(DataSourceReader):
-    """Reads the requested columns of a table."""
+    """Reads the requested columns of a table. The database applies the filters."""
 
     def __init__(
         self,
@@ -125,10 +124,6 @@ class BatchReader(DataSourceReader):
         assert isinstance(partition, IdRange)
         where = " AND ".join([partition.condition, *self.conditions])
         yield from self.columns.read(self.database, where, self.snapshot)
-
-
-class PushingReader(BatchReader):
-    """A reader that pushes filters down to the database."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
         """Store the filters that the database can apply. Yield the filters that Spark
@@ -209,7 +204,8 @@ def _literal(
 
 
 class LakeReader(DataSourceReader):
-    """Reads the requested columns of a table in the lake."""
+    """Reads the requested columns of a table in the lake. Files of other services and
+    days are skipped."""
 
     def __init__(self, table: LakeTable, schema: StructType) -> None:
         self.table, self.schema = table, schema
@@ -231,10 +227,6 @@ class LakeReader(DataSourceReader):
         """Yield the rows of a file."""
         named = [partition.value]
         yield from rows_as(self.table.files, self.table.root, self.schema, named)
-
-
-class PushingLakeReader(LakeReader):
-    """A reader that skips files of other services and days."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
         """Store the filters on service and day. Yield all filters, because Spark must

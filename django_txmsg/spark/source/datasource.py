@@ -37,13 +37,7 @@ from ..errors import UsageError
 from ..schemas import STAGED, TABLES, Table, arrow_schema
 from ..spec import SourceSpec
 from ..staging import Brought, Staging, attempt_key
-from .batch import (
-    BatchReader,
-    LakeReader,
-    PushingLakeReader,
-    PushingReader,
-    lake_table,
-)
+from .batch import BatchReader, LakeReader, lake_table
 from .stream import LogStream, WholeStream
 
 #: The required columns of a DataFrame, and the defaults of the others.
@@ -82,13 +76,9 @@ class TxmsgDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a reader of the columns in `schema`. Spark may request fewer columns
         than the table has."""
-        wanted = self.given.get("pushdown", "true").lower() != "false"
-        pushes = wanted and installed() >= (4, 1)
         if "lake" in self.given:
-            of_lake = PushingLakeReader if pushes else LakeReader
-            return of_lake(lake_table(self.given), schema)
-        of_log = PushingReader if pushes else BatchReader
-        return of_log(self.spec, self.table, schema, self.given)
+            return LakeReader(lake_table(self.given), schema)
+        return BatchReader(self.spec, self.table, schema, self.given)
 
     def streamReader(self, schema: StructType) -> LogStream:  # noqa: N802 - Spark's name
         """Return a reader of new rows."""
