@@ -18,10 +18,11 @@ from .. import conf, wire
 from ..envelope import serializers
 from ..envelope.message import carried, check_headers, new_id
 from ..errors import InvalidMessage, TxmsgError
-from ..models import BulkOperation, DeadLetter, InboxMessage, StopRequest, Worker
+from ..models import BulkOperation, DeadLetter, InboxMessage, Run, StopRequest, Worker
 from ..models.dead_letter import Resolution
 from ..models.fields import KEY_LENGTH, clock
 from ..models.outbox_store import NewMessage
+from ..models.run import WaitsFor
 from ..models.worker import living
 from ..sending import answering, storing, undoing
 from ..stages import all_stages, consumers
@@ -161,7 +162,9 @@ def discard(
 ) -> None:
     """Discard open dead letters that the caller's transaction has locked. An undo in
     doubt that is discarded counts as done: its flow continues. If its stage is not
-    declared here, it is skipped, unless the `operation` has `force`."""
+    declared here, it is skipped, unless the `operation` has `force`. A run that
+    `start()` has stored is cancelled if its first message is discarded: nothing else
+    would ever continue or end the run."""
     undone = {
         one.pk: _undone_by(one) for one in batch if one.reason == undoing.IN_DOUBT
     }
@@ -174,11 +177,17 @@ def discard(
     }
     batch = [one for one in batch if one.pk not in tally.skipped]
     tally.done += _resolve(batch, using, Resolution.DISCARDED, operation.by)
+    starting = Run.objects.using(using).filter(waits_for=WaitsFor.START)
+    ids = {one.message_id for one in batch}
+    runs = {run.run_id: run for run in starting.filter(run_id__in=ids)}
     for one in batch:
         if one.pk in undone:
             undoing.confirm(one, undone[one.pk] or [], using)
-            continue
-        answering.answer_dead(one, "discarded", using=using)
+        elif run := runs.get(one.message_id):
+            InboxMessage.objects.db_manager(using).revoke(run.flow, run.run_id)
+            undoing.cancel(run, "discarded", using, one.broker)
+        else:
+            answering.answer_dead(one, "discarded", using=using)
     order = InboxMessage.order.db_manager(using)
     ordered = {one.name for one in all_stages() if one.ordered}
     for stage in ordered & {one.stage for one in batch}:

@@ -16,10 +16,11 @@ from ..errors import AlreadyResumed, FlowError, InvalidMessage
 from ..models import OutboxMessage, Run
 from ..models.fields import clock
 from ..models.run import WaitsFor
+from ..sending import undoing
 from ..sending.outbox import require_transaction
 from ..sending.scope import current_scope
 from .declaration import Declaration, Step, declarations
-from .values import Cancelled, deadline_id
+from .values import deadline_id
 
 #: The prefix of a signal's turn.
 SIGNAL = "signal"
@@ -130,11 +131,7 @@ def cancel(run: Run, why: str = "") -> None:
     another flow has ended: to stop the work, call `cancel()` with the run of the other
     flow."""
     declared = declaration_of(run)
-    given = {
-        wire.UNDOES: str(wire.Undone(run.run_id, clock(declared.using), False)),
-        wire.FLOW: str(run.first_run),
-    }
-    declared.send(Cancelled(why), given, correlation_id=run.correlation_id)
+    undoing.cancel(run, why, declared.using, declared.broker)
 
 
 def insist_on_one_transaction(using: str, destination: str) -> None:

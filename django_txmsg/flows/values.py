@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, Union
 
 from .. import wire
 from ..envelope.message_type import message_type
+from ..sending.answering import Cancelled as Cancelled
 from ..sending.answering import Dead as Dead
 from ..sending.destination import Destination
 
@@ -26,14 +27,6 @@ Reply = TypeVar("Reply")
 @dataclass(frozen=True)
 class TimedOut:
     """The argument of `otherwise` if the deadline was committed before the answer."""
-
-
-@message_type("txmsg.Cancelled")
-@dataclass(frozen=True)
-class Cancelled:
-    """The answer of a cancelled run."""
-
-    why: str = ""
 
 
 @message_type("txmsg.BatchEnded")

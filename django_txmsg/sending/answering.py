@@ -38,6 +38,14 @@ class Dead:
     reason: str
 
 
+@message_type("txmsg.Cancelled")
+@dataclass(frozen=True)
+class Cancelled:
+    """The answer of a cancelled run."""
+
+    why: str = ""
+
+
 @message_type("txmsg.Buried")
 @dataclass(frozen=True)
 class Buried:

@@ -20,7 +20,8 @@ from ..models import DeadLetter, InboxMessage, Run
 from ..models.dead_letter import Resolution
 from ..models.fields import clock
 from ..models.run import WaitsFor
-from .answering import Address
+from .answering import Address, Cancelled
+from .outbox import send_part
 
 #: The reason of an undo's dead letter if it is unknown whether its request was done.
 IN_DOUBT = "undo_in_doubt"
@@ -103,6 +104,22 @@ def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
     address = Address.of(letter.headers)
     if address is not None:
         address.send(None, using=using, broker=letter.broker)
+
+
+def cancel(run: Run, why: str, using: str, broker: str) -> None:
+    """Store the message that cancels a run, in the caller's transaction."""
+    given = {
+        wire.UNDOES: str(wire.Undone(run.run_id, clock(using), False)),
+        wire.FLOW: str(run.first_run),
+    }
+    send_part(
+        f"{run.flow}.steps",
+        Cancelled(why),
+        given,
+        correlation_id=run.correlation_id,
+        using=using,
+        broker=broker,
+    )
 
 
 def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:

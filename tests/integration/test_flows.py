@@ -30,7 +30,7 @@ from django_txmsg import (
     wire,
 )
 from django_txmsg.checks.stages import check
-from django_txmsg.dead_letters import bulk, resolution
+from django_txmsg.dead_letters import bulk, burial, resolution
 from django_txmsg.errors import (
     ConfigurationError,
     DuplicateMessage,
@@ -765,6 +765,39 @@ def test_cancelling_what_has_not_begun_ends_it() -> None:
     assert again(run).outcome == Outcome.FAILED
     drain()
     assert not Order.objects.exists(), "its start came late"
+
+
+@pytest.mark.parametrize("reason", ["attempts_exhausted", "rejected"])
+def test_discarding_the_first_message_of_a_run_cancels_the_run(reason: str) -> None:
+    Order.objects.create(number="1")  # the first step cannot create it
+    run = place(answer_to="tests.answers")
+    if reason == "rejected":
+        reject_all()
+    drain(raises=False)
+    assert DeadLetter.objects.get().reason == reason
+    assert operate("discard") == 1
+    drain()
+
+    assert failed(run) == {"why": "discarded"}
+    answer = OutboxMessage.objects.get(destination="tests.answers")
+    assert json.loads(bytes(answer.body)) == {"why": "discarded"}
+    Order.objects.all().delete()
+    operate("restore")
+    operate("redeliver")
+    drain()
+    assert effects() == [], "its first message came late"
+    assert place().pk != run.pk, "its key is free"
+
+
+def reject_all() -> None:
+    """Bury all stored messages as a relay does if the broker rejects them."""
+    token = uuid.uuid4()
+    with transaction.atomic():
+        for row in OutboxMessage.objects.claim(
+            broker="default", token=token, lease=60, limit=9, services=["tests"]
+        ):
+            OutboxMessage.objects.mark_dead(row.id, token, error="no")
+            burial.bury_outgoing(row, "default", "default", "rejected", "no")
 
 
 def test_an_undo_that_is_dead_stops_there_and_goes_on_when_redelivered() -> None:
