@@ -16,7 +16,7 @@ from tests.faults import wait_until
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
     """A server that answers."""
-    found = HttpServer("127.0.0.1:0", lambda within: "", lambda: True)
+    found = HttpServer("127.0.0.1:0", lambda within: "")
     with found.answering():
         yield found
 
