@@ -83,6 +83,10 @@ LOOKS = (1, 2, 3, 5, 10, 20, 50, 100)
 
 _PLACE = ("stage", "destination")
 
+#: Most destinations for which a process counts. A message in a broker's dead-letter
+#: queue may name any destination, and each name takes memory for ever.
+MOST_DESTINATIONS = 1000
+
 
 @dataclass(frozen=True)
 class Event:
@@ -206,11 +210,17 @@ def install(registry: Any = None) -> None:
 
 def _counting(event: Event, metric: Any) -> Callable[..., None]:
     """Return a receiver that adds the signal's number to the metric."""
+    known: set[str] = set()
 
     def count(**facts: Any) -> None:
         number = facts.get(event.number, 1)
         if number is None or number is False:
             return
+        if facts.get("destination", "") not in known:
+            if len(known) < MOST_DESTINATIONS:
+                known.add(facts.get("destination", ""))
+            else:
+                facts["destination"] = "other"
         labels = [facts[one] for one in event.labels]
         child = metric.labels(*labels) if labels else metric
         (child.observe if event.buckets else child.inc)(number)

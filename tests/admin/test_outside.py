@@ -150,6 +150,24 @@ def test_metrics_count_what_the_process_does(registry: CollectorRegistry) -> Non
     assert value("dangerous_window_failed_total", stage="orders.place") == 1
 
 
+def test_too_many_destinations_are_counted_together(
+    registry: CollectorRegistry,
+) -> None:
+    facts = {"stage": "", "reason": "broker"}
+    for number in [*range(1100), 7]:
+        signals.message_buried.send_robust(
+            sender=None, destination=f"from.the.wire.{number}", **facts
+        )
+
+    def value(destination: str) -> float | None:
+        labels = {"destination": destination, **facts}
+        return registry.get_sample_value("txmsg_buried_total", labels)
+
+    assert value("from.the.wire.7") == 2
+    assert value("from.the.wire.1007") is None
+    assert value("other") == 100
+
+
 def test_metrics_count_sessions_and_control_messages(
     registry: CollectorRegistry,
 ) -> None:
