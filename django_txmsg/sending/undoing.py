@@ -135,8 +135,9 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
         # This reads all open letters: indexes find no beginnings of texts.
         same |= Q(correlation_id__startswith=f"{ticket}/")
     for one in letters.filter(same).only("stage", "message_id", "headers"):
-        # Requests without a deadline are those of a batch, which outlive its end.
-        waits = wire.EXPIRES in one.headers or wire.REPLY_TO not in one.headers
+        # A join's requests without a deadline are those of a batch, and outlive it.
+        outlives = run.waits_for == WaitsFor.JOIN and wire.EXPIRES not in one.headers
+        waits = not outlives or wire.REPLY_TO not in one.headers
         given = one.headers.get(wire.TICKET) or one.headers.get(wire.CORRELATION_ID, "")
         if given.partition("/")[0] == ticket and waits:
             _close(letters.filter(pk=one.pk))

@@ -51,7 +51,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from django.core.management import call_command
@@ -121,6 +121,7 @@ take_back = Destination("rules.undo", Ruled)
 class Obedient(Flow[Ruled, int], name="rules.flow"):
     number: int = 0
     remarks: list[str] = []
+    within: ClassVar[dt.timedelta | None] = HOUR
 
     @step
     def start(self, ruled: Ruled) -> Next[int]:
@@ -130,7 +131,7 @@ class Obedient(Flow[Ruled, int], name="rules.flow"):
             ruled,
             then=self.done,
             undo=take_back,
-            within=HOUR,
+            within=self.within,
             otherwise=self.late,
         )
         if ruled.number < 0:
@@ -298,12 +299,14 @@ def test_a_request_that_died_expires_too(undone: list[int]) -> None:
     )
 
 
-@pytest.mark.parametrize("by", ["deadline", "signal"])
+@pytest.mark.parametrize("by", ["deadline", "signal", "signal without a deadline"])
 def test_a_dead_letter_whose_flow_has_gone_on_is_closed_by_it(
-    undone: list[int], by: str
+    undone: list[int], by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flow has two dead letters: one of an answer, and one of a request without an
     undo. When a deadline or a signal continues the flow, both are closed."""
+    if by == "signal without a deadline":
+        monkeypatch.setattr(Obedient, "within", None)
 
     def broken(ruled: Ruled) -> Ruled:
         raise ValueError("broken")
@@ -321,7 +324,7 @@ def test_a_dead_letter_whose_flow_has_gone_on_is_closed_by_it(
         put("rules.flow.steps", b'"nonsense"', headers)
         drain()
         assert DeadLetter.objects.filter(resolution="open").count() == 2
-        if by == "signal":
+        if by != "deadline":
             with transaction.atomic():
                 Obedient.signal("2", Over("that is enough"))
         drain(ahead=2 * HOUR)
