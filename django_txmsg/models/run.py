@@ -167,9 +167,14 @@ class RunManager(SqlManager):
         """Return the seconds until the earliest deadline of these flows' runs. The
         value is 0 or less if the deadline has passed, and None if there is no
         deadline."""
-        rows = self.filter(service__in=services, flow__in=flows, due_at__isnull=False)
-        first = rows.order_by("due_at").values_list("due_at", Now()).first()
-        return None if first is None else (first[0] - first[1]).total_seconds()
+        rows = self.filter(flow__in=flows, due_at__isnull=False).order_by("due_at")
+        # One query for all services would read and sort all rows on PostgreSQL.
+        firsts = (
+            rows.filter(service=one).values_list("due_at", Now()).first()
+            for one in services
+        )
+        left = [(first[0] - first[1]).total_seconds() for first in firsts if first]
+        return min(left, default=None)
 
 
 class Run(models.Model):

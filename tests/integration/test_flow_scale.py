@@ -101,6 +101,16 @@ def test_a_million_waiting_runs_cost_what_a_thousand_cost() -> None:
     assert many[1] <= max(1.2 * few[1], few[1] + 1.0)
 
 
+def test_former_names_do_not_make_the_check_for_deadlines_slower() -> None:
+    former = {"SERVICE": "tests", "FORMER_SERVICES": ["before"]}
+    with txmsg(**former), at_hand(Patient):
+        fill(1, 1_000)
+        few = least(Deadlines(["default"]).tick)
+        fill(1_001, 30_000)
+        many = least(Deadlines(["default"]).tick)
+    assert many <= 2 * few
+
+
 @shelved
 class Restless(Flow[int, int], name="scale.restless", within=dt.timedelta(days=30)):
     slept: int = 0
