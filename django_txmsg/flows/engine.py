@@ -27,7 +27,7 @@ from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address, hop
 from ..sending.outbox import Encoded, encoded
 from ..sending.typed_name import TypedName
-from ..sending.undoing import overtaken, was_done
+from ..sending.undoing import overtaken, undo_delay, was_done
 from . import joining
 from .declaration import STEPS, Declaration, Step
 from .sending import SIGNAL, send_signal
@@ -579,7 +579,8 @@ class Going:
             undoes = str(wire.Undone(row.request_id, row.created_at, row.answered))
         turn, self._hop = uuid.uuid4(), 0
         body = Encoded(bytes(row.body), row.body_type)
-        sent = self._send(row.destination, body, turn, undoes)
+        delay = undo_delay(row, self.declared.using)
+        sent = self._send(row.destination, body, turn, undoes, delay=delay)
         self.run.wait(
             WaitsFor.UNDO,
             self.run.step,

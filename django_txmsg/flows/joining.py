@@ -23,6 +23,7 @@ from ..models import Batch, Branch, FlowUndo, Run
 from ..sending.answering import hop
 from ..sending.outbox import Encoded, send_parts
 from ..sending.pending import reschedule_message
+from ..sending.undoing import undo_delay
 from .declaration import Declaration, Step
 from .unread import Unread
 from .values import OURS, Answers, TimedOut
@@ -198,7 +199,7 @@ def ended(
     )
     if run.undos:
         send_parts(
-            [_undo(row, run, headers) for row in undos.order_by("-number")],
+            [_undo(row, run, headers, using) for row in undos.order_by("-number")],
             using=using,
             broker=declared.broker,
         )
@@ -207,7 +208,7 @@ def ended(
 
 
 def _undo(
-    row: FlowUndo, run: Run, headers: Mapping[str, str]
+    row: FlowUndo, run: Run, headers: Mapping[str, str], using: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
     assert row.request_id is not None  # by the query
     undone = wire.Undone(row.request_id, row.created_at, row.answered)
@@ -215,5 +216,6 @@ def _undo(
         "destination": row.destination,
         "body": Encoded(bytes(row.body), row.body_type),
         "headers": {wire.CORRELATION_ID: run.correlation_id},
+        "delay": undo_delay(row, using),
     }
     return message, {**headers, wire.UNDOES: str(undone)}

@@ -16,12 +16,13 @@ from .. import conf, wire
 from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..errors import DecodeError
-from ..models import DeadLetter, InboxMessage, Run
+from ..models import DeadLetter, FlowUndo, InboxMessage, OutboxMessage, Run
 from ..models.dead_letter import Resolution
 from ..models.fields import clock
 from ..models.run import WaitsFor
 from .answering import Address, Cancelled
 from .outbox import send_part
+from .typed_name import foreign
 
 #: The reason of an undo's dead letter if it is unknown whether its request was done.
 IN_DOUBT = "undo_in_doubt"
@@ -85,6 +86,17 @@ def was_done(undone: wire.Undone, stage: str, destination: str, using: str) -> b
     copies = _copies(undone, stage, using)
     revoked = [inbox.revoke(stage, one, destination) for one in copies]
     return not all(revoked)
+
+
+def undo_delay(undo: FlowUndo, using: str) -> dt.timedelta | None:
+    """Return how long an undo must wait before it is sent, or None. A foreign
+    participant has no inbox in which an undo revokes its request. So its undo is sent
+    after the request was answered, or after the request has expired."""
+    if undo.answered or undo.destination not in foreign:
+        return None
+    requests = OutboxMessage.objects.using(using).filter(message_id=undo.request_id)
+    until = requests.values_list("expires_at", flat=True).first()
+    return until and max(until - clock(using), dt.timedelta(0))
 
 
 def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import pytest
 from django.db import transaction
 
-from django_txmsg import Destination, stages
+from django_txmsg import Destination, send_message, stages
 from django_txmsg.envelope.broker_url import split_url
-from django_txmsg.flows import Answers, Dead, Flow, Next, TimedOut, start, step
-from django_txmsg.models import Run
+from django_txmsg.flows import Answers, Dead, Flow, Next, TimedOut, cancel, start, step
+from django_txmsg.models import OutboxMessage, Run
+from django_txmsg.testing import answers, drain
 from django_txmsg.testing.frames import Frame
 from tests.faults import wait_until
 from tests.raw_client import RawClient
@@ -22,7 +23,7 @@ from tests.running import IMPATIENT, committing, running, ship, txmsg
 from tests.services.stomp_server import PASSWORD, USER, StompServer
 from tests.shelved_flows import at_hand, shelved
 
-pytestmark = [committing, pytest.mark.postgresql]
+pytestmark = committing
 
 #: The brokers outlive the tests.
 HERE = f"foreign{os.getpid()}"
@@ -64,6 +65,18 @@ class Quote(Flow[Ask, int], name=f"{HERE}.quote", within=dt.timedelta(hours=1)):
     @step
     def given_up(self, why: TimedOut | Dead) -> Next[int]:
         return self.fail(-1)
+
+
+@shelved
+class Either(Flow[Ask, int], name=f"{HERE}.either", within=dt.timedelta(hours=1)):
+    @step
+    def start(self, ask: Ask) -> Next[int]:
+        both = [self.branch(price, Ask(one), undo=forget) for one in (1, 2)]
+        return self.gather(both, then=self.gathered, enough=1)
+
+    @step
+    def gathered(self, answers: Answers[Priced]) -> Next[int]:
+        return 0
 
 
 @pytest.fixture(
@@ -114,6 +127,7 @@ def answer(client: RawClient, request: Frame, body: object) -> None:
     client.expect_receipt("sent")
 
 
+@pytest.mark.postgresql
 def test_a_plain_client_answers_by_copying_two_headers(client: RawClient) -> None:
     run, failing, both = asked(7), asked(8), asked(-1)
     with running(stages.find([f"{HERE}.quote"])[0]):
@@ -140,3 +154,45 @@ def test_a_plain_client_answers_by_copying_two_headers(client: RawClient) -> Non
         failing.pk: ("failed", "0"),
         both.pk: ("answered", "30"),
     }
+
+
+def test_undo_of_an_open_request_leaves_after_the_deadline_of_the_request() -> None:
+    """The request may still be in the other service's queue. That service would execute
+    the request after its undo."""
+    with txmsg(**IMPATIENT), at_hand(Quote):
+        run = asked(7)
+        drain(f"{HERE}.quote")
+        with transaction.atomic():
+            cancel(run)
+        drain(f"{HERE}.quote.steps")
+    request, undo = sent(price), sent(forget)
+    assert undo.due_at >= request.expires_at > undo.created_at
+
+
+def test_undo_of_an_answered_request_leaves_at_once() -> None:
+    with txmsg(**IMPATIENT), at_hand(Quote), answers(price, Priced(0)):
+        asked(7)
+        drain()
+    assert sent(forget).dispatched_at is not None
+
+
+def test_undo_of_what_a_join_leaves_over_leaves_after_the_deadline() -> None:
+    with txmsg(**IMPATIENT), at_hand(Either):
+        with transaction.atomic():
+            start(Either, Ask(0))
+        drain(f"{HERE}.either")
+        first, second = OutboxMessage.objects.filter(destination=str(price)).order_by(
+            "pk"
+        )
+        with transaction.atomic():
+            send_message(
+                f"{HERE}.either.steps",
+                {"amount": 10},
+                headers={"correlation-id": first.correlation_id},
+            )
+        drain(f"{HERE}.either.steps")
+    assert sent(forget).due_at >= second.expires_at
+
+
+def sent(destination: object) -> OutboxMessage:
+    return OutboxMessage.objects.get(destination=str(destination))
