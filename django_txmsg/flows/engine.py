@@ -29,7 +29,7 @@ from ..sending.outbox import Encoded, encoded
 from ..sending.typed_name import TypedName
 from ..sending.undoing import overtaken, undo_delay, was_done
 from . import joining
-from .declaration import STEPS, Declaration, Step
+from .declaration import STEPS, Declaration, Step, declarations
 from .sending import SIGNAL, send_signal
 from .unread import Unread
 from .values import (
@@ -73,24 +73,33 @@ def begin(declared: Declaration, message: Message) -> None:
     run = runs.locked(message.id)
     if run is None:
         caller = Address.of(message.conversation)
-        run = Run(
+        run = _create(
+            declared,
             run_id=message.id,
-            service=conf.get().SERVICE,
-            flow=declared.name,
-            version=declared.version,
-            state=declared.encode(declared.cls()),
             caller={} if caller is None else _back(message),
             first_run=_uuid(message.conversation.get(wire.FLOW)) or message.id,
             baggage=_baggage(message),
             correlation_id=message.correlation_id or str(message.id),
         )
-        run.wait(WaitsFor.START, "start")
-        run.save(using=declared.using, force_insert=True)
     elif run.waits_for != WaitsFor.START:
         return _late(declared, message, run.run_id)
     going = Going(declared, run, message)
     going.apply(going.call(declared.step("start"), message.body))
     return None
+
+
+def _create(declared: Declaration, **columns: Any) -> Run:
+    """Store the row of a run that waits for its first message."""
+    run = Run(
+        service=conf.get().SERVICE,
+        flow=declared.name,
+        version=declared.version,
+        state=declared.encode(declared.cls()),
+        **columns,
+    )
+    run.wait(WaitsFor.START, "start")
+    run.save(using=declared.using, force_insert=True)
+    return run
 
 
 def go_on(declared: Declaration, message: Message) -> None:
@@ -168,9 +177,12 @@ def _cancelled(declared: Declaration, message: Message) -> None:
     run = runs.locked(undone.request_id)
     why = message.body.read(codecs.reader(Cancelled))
     handed_over = run is not None and run.outcome == Outcome.HANDED_OVER
-    if run and handed_over and (caller is not None or not run.caller):
+    # Only a join sends a cancellation with this header and without an address.
+    left_over = wire.HOP in message.conversation
+    if run and handed_over and (caller is not None or left_over or not run.caller):
         # Cancel the flow that this run has handed over to, too. But not while that
         # flow owes the caller an answer: a flow that has not begun would never answer.
+        # What a join has left over owes no answer.
         assert run.request_id is not None
         assert run.ended_at is not None
         called = wire.Undone(run.request_id, run.ended_at, undone.answered)
@@ -476,6 +488,19 @@ class Going:
             to=result.destination,
             correlation_id=run.correlation_id,
         )
+        (other,) = (one for one in declarations() if one.name == asked.destination)
+        here = other.using == self.declared.using
+        if run.caller and wire.TICKET not in run.caller and here:
+            # The caller is the `answer_to` of start(). The other flow's first step may
+            # not accept it as a header.
+            _create(
+                other,
+                run_id=asked.id,
+                caller=run.caller,
+                first_run=run.first_run,
+                baggage=_checked(self._flow.baggage),
+                correlation_id=run.correlation_id,
+            )
         self._forget_undos()
         run.end(Outcome.HANDED_OVER)
         run.asked, run.request_id = result.destination.name, asked.id

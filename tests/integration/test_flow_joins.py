@@ -612,6 +612,45 @@ def test_a_join_that_ends_early_cancels_its_unanswered_flows() -> None:
         assert not Run.objects.filter(run_id=second.request_id).exists()
 
 
+@shelved
+class Front(Flow[Tour, Toured | Cancelled], name="tour.front", within=HOUR):
+    @step
+    def start(self, tour: Tour) -> Next[Toured | Cancelled]:
+        if tour.stops:
+            return self.hand_over(Front, Tour(tour.stops - 1))
+        return self.sleep(2 * HOUR, then=self.woken)
+
+    @step
+    def woken(self) -> Next[Toured | Cancelled]:
+        return Toured([])
+
+
+@shelved
+class Impatient(Flow[Tour, str], name="tour.impatient", within=HOUR):
+    @step
+    def start(self, tour: Tour) -> Next[str]:
+        return self.gather([self.branch(Front, tour)], then=self.ready)
+
+    @step
+    def ready(self, answers: Answers[Toured | Cancelled]) -> Next[str]:
+        return ", ".join(type(one).__name__ for one in answers)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_join_cancels_the_flow_to_which_an_unanswered_flow_handed_over(
+    times: int,
+) -> None:
+    with at_hand(Impatient, Front):
+        with transaction.atomic():
+            run = start(Impatient, Tour(times))
+        drain()
+        drain(ahead=HOUR)
+        run.refresh_from_db()
+        assert run.answer == '"TimedOut"'
+        last = Run.objects.latest("id")
+        assert (last.outcome, Run.objects.count()) == ("failed", 2 + times)
+
+
 def test_a_gather_of_nothing_continues_at_once() -> None:
     run = tour(0)
     drain()

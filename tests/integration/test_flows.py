@@ -1154,6 +1154,20 @@ def test_cancelling_a_run_without_caller_cancels_its_successor() -> None:
     assert effects() == []
 
 
+@pytest.mark.usefixtures("shipping")
+@pytest.mark.parametrize("how", ["well", "another way", "another way another way"])
+def test_flow_to_which_a_run_hands_over_answers_to_answer_to(how: str) -> None:
+    with transaction.atomic():
+        run = start(Packing, Pack("7", how), answer_to="orders.done")
+    drain(ahead=HOUR)
+    last = Run.objects.latest("id")
+    assert answered(last) == {"shelf": "box of 7, None"}
+    assert last.first_run == run.run_id
+    sent = OutboxMessage.objects.get(destination="orders.done")
+    assert json.loads(bytes(sent.body)) == {"shelf": "box of 7, None"}
+    assert sent.correlation_id == run.correlation_id
+
+
 @shelved
 class Circle(Flow[Pack, str], name="shop.circle", within=None):
     @step
