@@ -35,11 +35,13 @@ def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:
     newest rows."""
     rows = query(
         using,
-        "SELECT destination, MAX(dispatched_at), MAX(broker) FROM ("
+        "SELECT destination, MAX(dispatched_at), broker FROM ("
         " SELECT destination, dispatched_at, broker FROM django_txmsg_outboxmessage"
-        " ORDER BY id DESC LIMIT %s) AS newest GROUP BY destination",
+        " ORDER BY id DESC LIMIT %s) AS newest GROUP BY destination, broker"
+        " ORDER BY MAX(dispatched_at) NULLS FIRST",
         [RECENT],
     )
+    # The last one of a destination remains.
     return {name: (read_instant(last), broker) for name, last, broker in rows}
 
 

@@ -607,7 +607,7 @@ def test_a_flow_whose_time_out_is_not_stored_is_overdue(admin_client: Client) ->
 
 
 def test_a_run_that_is_stuck_at_an_undo_is_an_alarm_everywhere(
-    admin_client: Client,
+    admin_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs, undo = Run.objects.using("other"), uuid.uuid4()
     for number in range(3):
@@ -651,6 +651,9 @@ def test_a_run_that_is_stuck_at_an_undo_is_an_alarm_everywhere(
     assert not any(one.stuck for one in status.read().runs)
     runs.update(since=ago(hours=2))
     assert [one.stuck for one in status.read().runs] == [2]
+    monkeypatch.setattr(message_status, "CAP", 1)
+    capped = {"open": 1, "undoing": 1, "undo_stuck": 1}
+    assert told()[0]["flows"] == {"orders of shop": capped}
 
 
 def test_all_is_not_well_beside_an_alarm() -> None:

@@ -209,6 +209,17 @@ def test_a_place_behind_many_newer_rows_is_shown(
     assert "parcels.send" in page
 
 
+def test_broker_of_a_destination_is_that_of_its_last_dispatch(db: None) -> None:
+    moved = {"destination": "moved", "dispatched": True}
+    factories.OutboxMessageFactory(broker="old", **moved)
+    last = factories.OutboxMessageFactory(broker="new", **moved)
+    factories.OutboxMessageFactory(broker="pending", destination="moved")
+
+    found = recent.last_dispatched("default")
+
+    assert found == {"moved": (last.dispatched_at, "new")}
+
+
 def test_looking_writes_nothing(viewer: Client) -> None:
     factories.OutboxMessageFactory(created_at=factories.ago(hours=3), dispatched=True)
 

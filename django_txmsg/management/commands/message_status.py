@@ -190,7 +190,7 @@ def facts(picture: Status) -> dict[str, Any]:
             f"{one.flow} of {one.service}": {
                 "open": min(one.open, CAP),
                 "undoing": min(one.undoing, CAP),
-                "undo_stuck": one.stuck,
+                "undo_stuck": min(one.stuck, CAP),
             }
             for one in picture.runs
         },
