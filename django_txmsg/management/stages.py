@@ -266,6 +266,7 @@ def _timing_as_json(one: Timing) -> dict[str, Any]:
         "last": row.last_tick.isoformat() if row and row.moves else None,
         "next": one.next and one.next.isoformat(),
         "overdue": one.overdue,
+        "recorded": not one.unrecorded,
         **values(row, *_PAUSED),
     }
 
@@ -284,4 +285,6 @@ def _timing_line(one: Timing) -> str:
 def _timing_note(one: Timing) -> str:
     if one.paused and one.row is not None:
         return pause_note(one.row)
+    if one.unrecorded:
+        return "  (no relay has recorded it)"
     return "  OVERDUE" if one.overdue else ""

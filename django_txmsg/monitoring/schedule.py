@@ -34,6 +34,13 @@ class Timing:
         """Whether an operator has paused the message."""
         return self.row is not None and self.row.paused_at is not None
 
+    @property
+    def unrecorded(self) -> bool:
+        """Whether no relay has recorded this declaration: each relay that runs may have
+        older code. So it cannot be known how late the message is."""
+        one, row = self.recurring, self.row
+        return one is not None and (row is None or row.timing != str(one.cron))
+
 
 def read() -> list[Timing]:
     """Return all recurring messages: those declared here, and those that have a row of

@@ -149,7 +149,8 @@ def test_the_command_lists_pauses_and_resumes(
 ) -> None:
     listed = told("list")
     assert "reports.nightly  0 3 * * * Europe/Berlin" in listed
-    assert re.search(r"  next \d{4}-\d\d-\d\d \d\d:\d\d:\d\d C[SD]T$", listed, re.M)
+    following = r"  next \d{4}-\d\d-\d\d \d\d:\d\d:\d\d C[SD]T  \(no relay"
+    assert re.search(following, listed)
     caplog.set_level("INFO")
     with django_capture_on_commit_callbacks(execute=True):
         assert "Paused" in told("pause", "reports.nightly", "--why", "audit")
@@ -182,6 +183,25 @@ def test_tick_without_stored_message_is_overdue(operator: Client) -> None:
 
     assert "OVERDUE" in told("list")
     assert ">overdue<" in operator.get(URL).content.decode()
+
+
+@pytest.mark.django_db
+def test_declaration_that_no_relay_has_recorded_is_marked(operator: Client) -> None:
+    def check(*, recorded: bool) -> None:
+        mark = "no relay has recorded it"
+        assert (mark in told("list")) is not recorded
+        assert (mark in operator.get(URL).content.decode()) is not recorded
+        [found] = json.loads(told("list", "--json"))["recurring"]
+        assert found["recorded"] is recorded
+
+    check(recorded=False)
+    Timekeeper(["default"]).tick()
+    check(recorded=True)
+    forget("reports.nightly")
+    every("0 4 * * *", "reports.nightly", {}, tz="Europe/Berlin")
+    check(recorded=False)
+    Timekeeper(["default"]).tick()
+    check(recorded=True)
 
 
 @pytest.mark.parametrize(
