@@ -34,7 +34,7 @@ LARGE = ("django_txmsg_outboxmessage", "django_txmsg_inboxmessage")
 
 # The operator's pages ask what happened since some instant; they get no B-tree for it.
 # The inbox has it on the last receipt and not on the end, which would cost the update
-# that ends a message its place on the page.
+# that ends a message its place on the page. `late_at` finds what ended much later.
 BRIN = """
     CREATE INDEX {table}_{column} ON {table} USING brin ({column})
         WITH (pages_per_range = 32, autosummarize = on);
@@ -749,6 +749,14 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("processed_at", models.DateTimeField(blank=True, null=True)),
+                (
+                    "late_at",
+                    models.DateTimeField(
+                        blank=True,
+                        help_text="When it was processed, if more than an hour after its receipt.",
+                        null=True,
+                    ),
+                ),
                 ("dead_at", models.DateTimeField(blank=True, null=True)),
                 (
                     "revoked_at",
@@ -858,6 +866,11 @@ class Migration(migrations.Migration):
                         condition=models.Q(("dead_at__isnull", False)),
                         fields=["dead_at"],
                         name="txmsg_inbox_dead",
+                    ),
+                    models.Index(
+                        condition=models.Q(("late_at__isnull", False)),
+                        fields=["late_at"],
+                        name="txmsg_inbox_late",
                     ),
                     models.Index(
                         condition=models.Q(("correlation_id", ""), _negated=True),

@@ -49,8 +49,6 @@ _EMPTIED = (
     "due_at = NULL, headers = NULL, body = NULL,"
     " lease_until = NULL, lease_token = NULL, key = '', waits_for = NULL"
 )
-#: Marks a row as processed, with the clock's expression as `now`.
-PROCESSED = f"processed_at = {{now}}, {_EMPTIED}"
 #: The session setting that proves the first half of `record_and_begin()`.
 _MARK = "txmsg.arrival"
 
@@ -190,7 +188,7 @@ class InboxManager(SqlManager):
                 f"BEGIN; SET LOCAL synchronous_commit = off; {recording},"  # noqa: S608 - constants only
                 f" set_config('{_MARK}', %s, false); COMMIT;"
                 f" BEGIN{level};"
-                f" UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))}"
+                f" UPDATE {self._table} SET {_processed_sql(connection)}"
                 f" WHERE message_id = %s AND stage = %s AND due_at IS NULL"
                 f" AND {OPEN.sql()}{come}",
                 [*parameters, mark, message.id, stage, *values],
@@ -478,7 +476,7 @@ class InboxManager(SqlManager):
         for dead_too in (False, True) if follows else (False,):
             come, values = turn_sql(self.model, connection, turn, dead_too=dead_too)
             if self._changed(
-                f"UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))}"  # noqa: S608 - constants only
+                f"UPDATE {self._table} SET {_processed_sql(connection)}"  # noqa: S608 - constants only
                 f" WHERE id = %s AND {condition} AND {OPEN.sql()}{come}",
                 [*parameters, *values],
             ):
@@ -491,7 +489,7 @@ class InboxManager(SqlManager):
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
         self._changed(
-            f"UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))},"  # noqa: S608 - constants only
+            f"UPDATE {self._table} SET {_processed_sql(connection)},"  # noqa: S608 - constants only
             " attempts = CASE attempts WHEN 0 THEN 1 ELSE attempts END"
             f" WHERE {condition} AND dead_at IS NULL",
             parameters,
@@ -575,6 +573,17 @@ class InboxManager(SqlManager):
         return changed
 
 
+def _processed_sql(connection: Any) -> str:
+    """Return SQL that marks a row as processed. If the message has waited here for more
+    than an hour, the SQL also sets `late_at`."""
+    now = now_sql(connection)
+    hour_ago = f"{now} - interval '1 hour'"
+    if connection.vendor == "sqlite":
+        hour_ago = now.replace("'now'", "'now', '-1 hour'")
+    late = f"CASE WHEN last_received_at < {hour_ago} THEN {now} END"
+    return f"processed_at = {now}, late_at = {late}, {_EMPTIED}"
+
+
 def read_record(row: Sequence[Any]) -> InboxRecord:
     """Return the record from a row with the columns RECORD_COLUMNS."""
     pk, message_id, attempts, deliveries, processed, dead, parked, now = row
@@ -629,6 +638,11 @@ class InboxMessage(models.Model):
         null=True, blank=True, help_text="When the last attempt began."
     )
     processed_at = models.DateTimeField(null=True, blank=True)
+    late_at = models.DateTimeField(
+        null=True,
+        blank=True,
+        help_text="When it was processed, if more than an hour after its receipt.",
+    )
     dead_at = models.DateTimeField(null=True, blank=True)
     revoked_at = models.DateTimeField(
         null=True,
@@ -731,6 +745,12 @@ class InboxMessage(models.Model):
                 fields=["dead_at"],
                 condition=Q(dead_at__isnull=False),
                 name="txmsg_inbox_dead",
+            ),
+            models.Index(
+                # With the index of `last_received_at`, finds what was processed lately.
+                fields=["late_at"],
+                condition=Q(late_at__isnull=False),
+                name="txmsg_inbox_late",
             ),
             models.Index(
                 fields=["correlation_id"],
