@@ -259,61 +259,6 @@ class Erased:
     files: int = 0
 
 
-def run_erase(
-    spark: SparkSession, spec: JobSpec, given: argparse.Namespace, run: Run
-) -> Erased:
-    """Erase messages from the databases of all specified services, and from their parts
-    of the lake. Raises EnvironmentFault while an archive, a `reconcile` or a replay
-    is running."""
-    remove_left_copies()
-    lake = None
-    if spec.lake is not None:
-        with suppress(NoLake):
-            lake = Lake(spec.lake)
-    with ExitStack() as stack:
-        databases: list[Connection] = []
-        for source in spec.services:
-            for table in TABLES.values():
-                ledger = stack.enter_context(closing(Ledger(source, table)))
-                # No archive may add messages after they were looked up.
-                stack.enter_context(ledger.lock())
-                if lake is not None and not given.dry_run:
-                    _fence(lake, source.service, table)
-            connection = stack.enter_context(closing(connect_plain(source)))
-            stack.enter_context(keeping(connection, source))
-            # No replay may store a message again that it has read before.
-            stack.enter_context(erasure(connection, source))
-            databases.append(connection)
-        services = [one.service for one in spec.services]
-        chosen = {str(one) for one in given.message_id}
-        if given.key or given.correlation_id:
-            for connection in databases:
-                chosen |= messages_named(connection, given.key, given.correlation_id)
-            chosen |= _named_in(lake, spark, services, given) if lake else set()
-        ids = sorted(stack.enter_context(erasing(spec.services, run, chosen)))
-        done = Erased(len(ids))
-        sessions = _sessions_in(lake, spark, services, ids) if lake and ids else set()
-        sessions = sessions.union(*(sessions_of(one, ids) for one in databases))
-        for connection in databases:
-            done.database[RESPONSES] += erase_responses(
-                connection, sorted(sessions), dry_run=given.dry_run
-            )
-        for name in RELATIONS:
-            for service, connection in zip(services, databases, strict=True):
-                if lake is not None:
-                    _from_lake(spark, lake, name, service, ids, given.dry_run, done)
-                done.database.update(
-                    erase_rows(connection, name, ids, dry_run=given.dry_run)
-                )
-        for connection in databases:
-            done.database[_TAILS] += erase_tails(
-                connection, given.key, dry_run=given.dry_run
-            )
-    run.rows = done.database.total() + done.lake.total()
-    run.counts = dict(done.__dict__)
-    return done
-
-
 def _fence(lake: Lake, service: str, table: Table) -> None:
     """Prevent an archiver that has lost its lock from adding batches to the lake."""
     log = BatchLog(lake, service, table)
@@ -445,11 +390,56 @@ def _rewrite(
 
 
 def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Erase messages, and return a summary with the numbers of rows. Raises
-    PipelineError."""
+    """Erase messages from the databases of all specified services, and from their parts
+    of the lake. Return a summary with the numbers of rows. Raises EnvironmentFault
+    while an archive, a `reconcile` or a replay is running."""
     _insist_on_a_selection(given)
-    with job_session(given) as spark:
-        done = run_erase(spark, spec, given, run)
+    with job_session(given) as spark, ExitStack() as stack:
+        remove_left_copies()
+        lake = None
+        if spec.lake is not None:
+            with suppress(NoLake):
+                lake = Lake(spec.lake)
+        databases: list[Connection] = []
+        for source in spec.services:
+            for table in TABLES.values():
+                ledger = stack.enter_context(closing(Ledger(source, table)))
+                # No archive may add messages after they were looked up.
+                stack.enter_context(ledger.lock())
+                if lake is not None and not given.dry_run:
+                    _fence(lake, source.service, table)
+            connection = stack.enter_context(closing(connect_plain(source)))
+            stack.enter_context(keeping(connection, source))
+            # No replay may store a message again that it has read before.
+            stack.enter_context(erasure(connection, source))
+            databases.append(connection)
+        services = [one.service for one in spec.services]
+        chosen = {str(one) for one in given.message_id}
+        if given.key or given.correlation_id:
+            for connection in databases:
+                chosen |= messages_named(connection, given.key, given.correlation_id)
+            chosen |= _named_in(lake, spark, services, given) if lake else set()
+        ids = sorted(stack.enter_context(erasing(spec.services, run, chosen)))
+        done = Erased(len(ids))
+        sessions = _sessions_in(lake, spark, services, ids) if lake and ids else set()
+        sessions = sessions.union(*(sessions_of(one, ids) for one in databases))
+        for connection in databases:
+            done.database[RESPONSES] += erase_responses(
+                connection, sorted(sessions), dry_run=given.dry_run
+            )
+        for name in RELATIONS:
+            for service, connection in zip(services, databases, strict=True):
+                if lake is not None:
+                    _from_lake(spark, lake, name, service, ids, given.dry_run, done)
+                done.database.update(
+                    erase_rows(connection, name, ids, dry_run=given.dry_run)
+                )
+        for connection in databases:
+            done.database[_TAILS] += erase_tails(
+                connection, given.key, dry_run=given.dry_run
+            )
+    run.rows = done.database.total() + done.lake.total()
+    run.counts = dict(done.__dict__)
     would = "would be " if given.dry_run else ""
     lines = [f"{done.messages:,} messages are selected."]
     for where, counts in (("database", done.database), ("lake", done.lake)):
@@ -458,4 +448,4 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
             for name, count in counts.items()
             if count
         ]
-    return Outcome(lines, dict(done.__dict__))
+    return Outcome(lines, dict(run.counts))

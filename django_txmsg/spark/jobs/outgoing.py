@@ -134,33 +134,6 @@ def run_replay(
         return stored
 
 
-def run_send(
-    spark: SparkSession, spec: JobSpec, given: argparse.Namespace, run: Run
-) -> Outcome:
-    """Store one message for each row of a dataset. `given` are the options of `send`,
-    with a parsed template. Returns a summary of the stored messages."""
-    source = spec.service()
-    kind = given.format or given.path.rstrip("/").rpartition(".")[2].lower()
-    if kind not in ("parquet", "csv", "json", "jsonl"):
-        raise UsageError(
-            f"The format of {given.path} is not known: say --format parquet, csv or "
-            "json."
-        )
-    try:
-        reader = spark.read.option("header", "true")  # of CSV
-        dataset = reader.load(given.path, kind.removesuffix("l"))
-    except AnalysisException as error:
-        raise UsageError(f"{given.path} cannot be read: {_short(error)}") from error
-    rows = from_dataset(
-        dataset, run=given.name, destination=given.destination,
-        template=given.template, key=given.key, headers=dict(given.header),
-        identity=given.identity, broker=given.broker,
-    )  # fmt: skip
-    if given.identity:
-        _insist_on_one_row_each(rows, given.identity)
-    return _store(rows, source, given.name, given.rate, given.dry_run, run)
-
-
 def choose(
     log: WholeLog,
     table: Table,
@@ -402,11 +375,30 @@ def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcom
 
 
 def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Send a dataset, and return a summary of the stored messages. Raises
-    PipelineError."""
-    given.template = parse_template(_template(given.template))
+    """Store one message for each row of a dataset, and return a summary of the stored
+    messages. Raises PipelineError."""
+    template = parse_template(_template(given.template))
+    source = spec.service()
+    kind = given.format or given.path.rstrip("/").rpartition(".")[2].lower()
+    if kind not in ("parquet", "csv", "json", "jsonl"):
+        raise UsageError(
+            f"The format of {given.path} is not known: say --format parquet, csv or "
+            "json."
+        )
     with job_session(given) as spark:
-        return run_send(spark, spec, given, run)
+        try:
+            reader = spark.read.option("header", "true")  # of CSV
+            dataset = reader.load(given.path, kind.removesuffix("l"))
+        except AnalysisException as error:
+            raise UsageError(f"{given.path} cannot be read: {_short(error)}") from error
+        rows = from_dataset(
+            dataset, run=given.name, destination=given.destination, template=template,
+            key=given.key, headers=dict(given.header), identity=given.identity,
+            broker=given.broker,
+        )  # fmt: skip
+        if given.identity:
+            _insist_on_one_row_each(rows, given.identity)
+        return _store(rows, source, given.name, given.rate, given.dry_run, run)
 
 
 def _template(text: str) -> str:

@@ -53,34 +53,6 @@ class Verified:
     problems: list[str] = field(default_factory=list)
 
 
-def run_verify(spark: SparkSession, spec: JobSpec, run: Run) -> dict[str, Verified]:
-    """Verify the first service's part of the lake. If there is a problem, the run ends
-    as refused.
-
-    Raises EnvironmentFault if there is no lake.
-    """
-    lake = Lake(spec.lake_spec())
-    service = spec.service().service
-    found: dict[str, Verified] = {}
-    alone = JobSpec((spec.service(),), spec.lake)
-    with WholeLog(spark, alone) as log:
-        for name, table in TABLES.items():
-            place = lake.table(name, table.lake_struct())
-            delta = place.load()
-            if delta is None:
-                continue
-            named = place.named(delta, service)
-            done = found[name] = Verified(files=len(named))
-            intact = read_back(spark, lake.spec, table, named, delta, done)
-            _look_for_doubles(log, place, delta, intact, done)
-            run.rows += done.rows
-            run.counts[name] = done.rows
-    problems = [problem for one in found.values() for problem in one.problems]
-    if problems:
-        run.refused, run.error = True, "\n".join(problems)
-    return found
-
-
 def read_back(
     spark: SparkSession,
     lake: LakeSpec,
@@ -211,9 +183,24 @@ def _sums(lake: LakeSpec, table: Table, file: LakeFile) -> list[dict[str, Any]]:
 
 
 def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Verify, and return a summary of the problems. Raises PipelineError."""
-    with job_session(given) as spark:
-        found = run_verify(spark, spec, run)
+    """Verify the first service's part of the lake, and return a summary. If there is a
+    problem, the run ends as refused. Raises EnvironmentFault if there is no lake."""
+    lake = Lake(spec.lake_spec())
+    service = spec.service().service
+    found: dict[str, Verified] = {}
+    alone = JobSpec((spec.service(),), spec.lake)
+    with job_session(given) as spark, WholeLog(spark, alone) as log:
+        for name, table in TABLES.items():
+            place = lake.table(name, table.lake_struct())
+            delta = place.load()
+            if delta is None:
+                continue
+            named = place.named(delta, service)
+            done = found[name] = Verified(files=len(named))
+            intact = read_back(spark, lake.spec, table, named, delta, done)
+            _look_for_doubles(log, place, delta, intact, done)
+            run.rows += done.rows
+            run.counts[name] = done.rows
     lines = [
         f"{name}: {one.files:,} files and {one.batches:,} batches are as the log says"
         + (
@@ -225,4 +212,6 @@ def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcom
         if not one.problems
     ]
     problems = [problem for one in found.values() for problem in one.problems]
+    if problems:
+        run.refused, run.error = True, "\n".join(problems)
     return Outcome(lines + problems, {"problems": problems})
