@@ -16,9 +16,10 @@ from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
 from django_txmsg import wire
 from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.jobs import analyze
 from django_txmsg.spark.jobs.listeners import read_places
 from django_txmsg.spark.schemas import STAGED, struct_of
-from django_txmsg.spark.transforms import analyze, outgoing
+from django_txmsg.spark.transforms import outgoing
 from django_txmsg.spark.transforms import reconcile as judging
 from django_txmsg.spark.transforms.journeys import (
     EXPECTED,
