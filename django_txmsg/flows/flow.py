@@ -265,7 +265,7 @@ class Flow(Generic[In, Out]):
         Raises ConfigurationError in these cases: `then` is not a step; `then` takes an
         argument other than `Answers`; no deadline is declared; `enough` is not between
         1 and the number of requests; `at_once` is less than 1; `at_once` is given, and
-        the deadline is None.
+        the deadline is None or a request has a `key`.
         """
         check_enough(enough, len(requests))
         deadline = self._deadline(within)
@@ -273,6 +273,11 @@ class Flow(Generic[In, Out]):
             raise ConfigurationError(
                 f"at_once={at_once!r} of {len(requests)} requests: it is at least 1, "
                 f"and within= is a deadline, at which those that are left expire."
+            )
+        if at_once is not None and any(one.key for one in requests):
+            raise ConfigurationError(
+                "gather() takes no at_once= if a request has a key: a request that is "
+                "held back would also hold back all later messages of its key."
             )
         return self._note(
             Gather(

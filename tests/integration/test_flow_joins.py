@@ -700,6 +700,10 @@ def test_an_impossible_join_is_refused_when_it_is_created() -> None:
     for at_once, within in ((0, HOUR), (1, None)):
         with pytest.raises(ConfigurationError, match="at_once="):
             flow.gather(asked, then=flow.ready, at_once=at_once, within=within)
+    keyed = [flow.branch(price, Price(1), key="k")]
+    with pytest.raises(ConfigurationError, match="has a key"):
+        flow.gather(keyed, then=flow.ready, at_once=1)
+    flow.gather(keyed, then=flow.ready)
 
 
 @dataclass
