@@ -26,6 +26,7 @@ from ..models.fields import clock
 from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address, hop
 from ..sending.outbox import Encoded, encoded
+from ..sending.pending import cancel_message
 from ..sending.typed_name import TypedName
 from ..sending.undoing import overtaken, undo_delay, was_done
 from . import joining
@@ -300,11 +301,15 @@ class Going:
 
     def signalled(self, result: Any) -> None:
         """Apply the result of a signal's method. If the result is None, the run waits
-        for the same continuation as before."""
+        for the same continuation as before. Otherwise the run's request is cancelled if
+        it has not been sent yet."""
         if result is None:
             return self.store()
         if self._turn is not None:
             overtaken(self.run, self._turn, self.declared.using)
+        if self.run.request_id is not None:
+            why = f"the flow has gone on: {self._step}"
+            cancel_message(self.run.request_id, why=why, using=self.declared.using)
         return self.apply(result)
 
     def go_back(
