@@ -176,7 +176,9 @@ def discard(
         if undone.get(one.pk, []) is None and not operation.force
     }
     batch = [one for one in batch if one.pk not in tally.skipped]
-    tally.done += _resolve(batch, using, Resolution.DISCARDED, operation.by)
+    tally.done += _resolve(
+        batch, using, Resolution.DISCARDED, operation.by, operation=operation.pk
+    )
     starting = Run.objects.using(using).filter(waits_for=WaitsFor.START)
     ids = {one.message_id for one in batch}
     runs = {run.run_id: run for run in starting.filter(run_id__in=ids)}

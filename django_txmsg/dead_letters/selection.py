@@ -30,9 +30,12 @@ COLUMNS = ("stage", "destination", "fingerprint", "reason", "resolution")
 
 #: The keys of a filter. All given conditions must hold. "since" and "before" are the
 #: bounds of the time of burial (RFC 3339), the first of them included. "older" selects
-#: lower ids. "again" is true for those that died again after a redelivery. "search"
+#: lower ids. "again" is true for those that died again after a redelivery. "operation"
+#: is the last bulk operation that redelivered, discarded or restored them. "search"
 #: finds a message id, a correlation id, a key or a fingerprint.
-FILTERS = ("ids", *COLUMNS, "since", "before", "older", "again", "search")
+FILTERS = (
+    "ids", *COLUMNS, "since", "before", "older", "again", "operation", "search",
+)  # fmt: skip
 
 
 #: Most dead letters that can be selected by their ids.
@@ -77,6 +80,8 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
         letters = letters.filter(created_at__lt=instant(filters["before"]))
     if "older" in filters:
         letters = letters.filter(pk__lt=min(int(filters["older"]), 2**63 - 1))
+    if "operation" in filters:
+        letters = letters.filter(operation=min(int(filters["operation"]), 2**63 - 1))
     if filters.get("again"):
         letters = letters.filter(deaths__gt=1)
     if "search" in filters:

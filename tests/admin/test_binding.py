@@ -112,6 +112,23 @@ def test_letter_restored_meanwhile_asks_for_confirmation_again(
     assert open_letters() == 4 - gone
 
 
+def test_page_of_a_discard_restores_what_that_operation_discarded(
+    operator: Client,
+) -> None:
+    mine, others = factories.DeadLetterFactory.create_batch(2)
+    for one in (mine, others):
+        operator.post(URL, {"kind": "discard", "ids": str(one.pk)})
+    first = BulkOperation.objects.earliest("pk")
+    page = operator.get(f"/admin/django_txmsg/bulkoperation/{first.pk}/change/")
+    query = f"kind=restore&operation={first.pk}"
+    assert query.replace("&", "&amp;") in page.content.decode()
+
+    operator.post(f"{URL}?{query}", asked(operator, kind="restore", operation=first.pk))
+
+    resolutions = DeadLetter.objects.order_by("pk").values_list("resolution", flat=True)
+    assert list(resolutions) == ["open", "discarded"]
+
+
 @pytest.mark.django_db
 def test_a_dry_runs_token_binds_the_command() -> None:
     factories.DeadLetterFactory.create_batch(2, created_at=ago(minutes=1))

@@ -331,6 +331,7 @@ def test_each_filter_narrows() -> None:
         deaths=2,
         created_at=factories.ago(days=3),
         correlation_id="flow-1",
+        operation=7,
     )
     factories.DeadLetterFactory.create_batch(2)
 
@@ -343,6 +344,7 @@ def test_each_filter_narrows() -> None:
         {"again": True},
         {"before": factories.ago(days=2).isoformat()},
         {"since": factories.ago(days=4).isoformat(), "older": str(letter.pk + 1)},
+        {"operation": "7"},
         {"search": "flow-1"},
     ):
         found = selection.matching("redeliver", filters, using="default")

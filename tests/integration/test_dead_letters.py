@@ -135,6 +135,20 @@ def test_discarded_is_closed_and_can_be_restored() -> None:
     assert DeadLetter.objects.get().resolution == "open"
 
 
+def test_restoring_one_operation_leaves_what_others_discarded() -> None:
+    with declared(Stubborn()) as stage:
+        discarded = []
+        for _ in range(2):
+            send(stage.destination)
+            step(stage, times=3)
+            discarded.append(resolve("discard"))
+    mine, others = discarded
+    restored = bulk.finish(bulk.start("restore", {"operation": mine.pk}))
+    assert restored.done == 1
+    letters = DeadLetter.objects.order_by("pk").values_list("resolution", "operation")
+    assert list(letters) == [("open", restored.pk), ("discarded", others.pk)]
+
+
 def test_a_copy_has_a_new_id_and_closes_the_original() -> None:
     handler = Stubborn()
     with declared(handler) as stage:

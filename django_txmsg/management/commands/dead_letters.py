@@ -239,6 +239,10 @@ class Command(DatabaseCommand):
             help="buried at least this long ago: 30m, 12h, 7d",
         )
         parser.add_argument(
+            "--operation", type=_count, metavar="N",
+            help="the last bulk operation that changed them",
+        )  # fmt: skip
+        parser.add_argument(
             "--search", type=not_blank, help="message id, correlation id or key"
         )
         parser.add_argument(
@@ -283,7 +287,9 @@ class Command(DatabaseCommand):
             self._change(action, filters, using, options, report)
 
     def _filters(self, using: str, options: dict[str, Any]) -> dict[str, Any]:
-        names = ("stage", "destination", "fingerprint", "reason", "search")
+        names = (
+            "stage", "destination", "fingerprint", "reason", "operation", "search",
+        )  # fmt: skip
         filters = {name: options[name] for name in names if options[name] is not None}
         if options["again"]:
             filters["again"] = True
