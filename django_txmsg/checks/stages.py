@@ -8,6 +8,7 @@ import sqlite3
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -25,7 +26,7 @@ from ..django_internals import settings_of
 from ..envelope.message import MAX_NAME_LENGTH
 from ..envelope.redelivery import RedeliveryPolicy
 from ..errors import ConfigurationError, TxmsgError
-from ..flows.declaration import declarations
+from ..flows.declaration import STEPS, declarations
 from ..lazy_imports import install
 from ..monitoring import databases
 from ..scheduling.timetable import Recurring, recurring
@@ -346,6 +347,7 @@ def _retention() -> Iterator[CheckMessage]:
             hint='Raise TXMSG["RETENTION"]["FLOWS"] to the longest of the three.',
             id="txmsg.W012",
         )
+    yield from _retention_of_undos(kept)
     for stage in stages.all_stages():
         window = _redelivery_window(stage.policy)
         if window > kept["INBOX"] * DAY:
@@ -357,6 +359,33 @@ def _retention() -> Iterator[CheckMessage]:
                 "max_redeliveries or max_delay.",
                 id="txmsg.W004",
             )
+
+
+def _retention_of_undos(kept: dict[str, float]) -> Iterator[CheckMessage]:
+    """Warn if rows by which an undo finds out what was done are deleted too early."""
+    undoing = [stage.name for stage in stages.all_stages() if stage.undoes]
+    # The steps of a flow undo its own runs, which say what was done.
+    by_inbox = any(not name.endswith(STEPS) for name in undoing)
+    for flow in declarations() if by_inbox else ():
+        within = flow.within if isinstance(flow.within, timedelta) else timedelta(0)
+        if within.total_seconds() > kept["INBOX"] * DAY:
+            yield Warning(
+                f"The flow {flow.name!r} waits up to {within.total_seconds() / DAY:g} "
+                f"days for an answer, longer than the inbox remembers "
+                f"({kept['INBOX']:g} days): if the deadline passes, an undo cannot "
+                f"find out whether its request was done.",
+                hint='Lower within=, or raise TXMSG["RETENTION"]["INBOX"].',
+                id="txmsg.W013",
+            )
+    edited = bool(undoing) and conf.get().EDIT_DEAD_LETTERS
+    if edited and kept["DEAD_LETTERS"] < kept["INBOX"]:
+        yield Warning(
+            f'TXMSG["RETENTION"] keeps dead letters for {kept["DEAD_LETTERS"]:g} '
+            f"days, less than inbox rows: an undo finds an edited copy of its request "
+            f"by the dead letter, and does not undo the copy's work without it.",
+            hint="Keep dead letters at least as long as the inbox.",
+            id="txmsg.W014",
+        )
 
 
 def _redelivery_window(policy: RedeliveryPolicy) -> float:

@@ -26,7 +26,7 @@ from django_txmsg.checks import check, check_deployment
 from django_txmsg.middleware import OutboxMiddleware
 from tests.running import declared
 from tests.shelved_flows import at_hand
-from tests.trips import Trip
+from tests.trips import Trip, book, unbook
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "checks.md"
 ACTIVEMQ = "stomp://user:long-secret@127.0.0.1:61613?dialect=activemq"
@@ -342,6 +342,27 @@ def test_runs_that_are_pruned_before_their_messages_are_a_warning(
 
     assert [one.id for one in found] == ["txmsg.W012"] * bool(longer)
     assert all(longer in one.msg for one in found)
+
+
+@pytest.mark.parametrize(
+    ("kept", "within", "ids"),
+    [
+        ({"DEAD_LETTERS": 13}, 13, ["txmsg.W014"]),
+        ({"DEAD_LETTERS": 14}, 14, []),
+        ({}, 15, ["txmsg.W013"]),
+        ({"INBOX": None, "FLOWS": None}, 15, []),
+    ],
+)
+def test_rows_that_are_pruned_before_an_undo_needs_them_are_a_warning(
+    kept: dict[str, Any], within: int, ids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trip._declaration, "within", dt.timedelta(days=within))
+    undoing = stage(to=str(unbook), undoes=book)
+    with txmsg(RETENTION=kept, EDIT_DEAD_LETTERS=True):
+        assert check() == []
+        with at_hand(Trip), stage(to=str(book)), undoing:
+            found = [one.id for one in check() if one.id != "txmsg.W008"]
+    assert found == ids
 
 
 def test_an_inbox_that_forgets_before_the_last_attempt_is_a_warning() -> None:
