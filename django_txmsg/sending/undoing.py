@@ -26,6 +26,8 @@ from .typed_name import foreign
 
 #: The reason of an undo's dead letter if it is unknown whether its request was done.
 IN_DOUBT = "undo_in_doubt"
+#: How much earlier than the inbox forgets a request counts as old.
+CLOCKS_DIFFER = dt.timedelta(hours=1)
 #: Who has resolved a dead letter that is of no use any more.
 GONE_ON = "revoked: its flow has gone on"
 
@@ -75,7 +77,9 @@ def was_done(undone: wire.Undone, stage: str, destination: str, using: str) -> b
         return True
     inbox = InboxMessage.objects.db_manager(using)
     days = conf.get().RETENTION.INBOX
-    old = days is not None and undone.at < clock(using) - dt.timedelta(days=days)
+    # An hour earlier than pruned: the requester's clock may be ahead of the database's.
+    kept = dt.timedelta(days=days or 0) - CLOCKS_DIFFER
+    old = days is not None and undone.at < clock(using) - kept
     known = inbox.filter(message_id=undone.request_id, stage=stage)
     if old and not known.exists():
         raise DecodeError(

@@ -1398,6 +1398,20 @@ def test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not() -> None:
     assert set(FlowStep.objects.values_list("run__key", flat=True)) == {"2"}
 
 
+def test_an_undo_older_than_the_inbox_by_a_clock_that_is_ahead_is_in_doubt() -> None:
+    place()
+    drain()
+    InboxMessage.objects.filter(stage="shop.reserve").delete()
+    ahead = dt.timedelta(minutes=50)
+    FlowUndo.objects.update(
+        created_at=F("created_at") - 14 * DAY + ahead, answered=False
+    )
+    say(False)
+    drain()
+    assert DeadLetter.objects.get().reason == "undo_in_doubt"
+    assert not InboxMessage.objects.filter(stage="shop.reserve").exists()
+
+
 def test_an_undo_older_than_the_inbox_is_for_a_person() -> None:
     run = place()
     drain()
