@@ -16,6 +16,7 @@ deployment or an operator, so the process must stay in service.
 from __future__ import annotations
 
 import datetime as dt
+import uuid
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -26,7 +27,16 @@ from django.http import HttpRequest, JsonResponse
 
 from .models import OutboxMessage, StageState, Worker
 from .models.fields import clock
-from .monitoring import attendance, databases, outages, runs, schedule, turns, waiting
+from .monitoring import (
+    attendance,
+    databases,
+    outages,
+    presence,
+    runs,
+    schedule,
+    turns,
+    waiting,
+)
 from .monitoring.probe import probe
 from .monitoring.status import held_queues
 from .monitoring.waiting import DEPLOYED, OVERDUE
@@ -141,7 +151,7 @@ def look(*aliases: str) -> Health:
     )
     for using in aliases or databases.with_tables():
         try:
-            oldest = _oldest(using, now, paused)
+            oldest = _oldest(using, now, paused, presence.running_long(present))
             lines = turns.lines(using, paused).values()
             full = StageState.objects.using(using).exclude(full_since=None).count()
             needing = waiting.for_newer_code(using).values()
@@ -168,13 +178,16 @@ def look(*aliases: str) -> Health:
 
 
 def _oldest(
-    using: str, now: dt.datetime, paused: Collection[str]
+    using: str,
+    now: dt.datetime,
+    paused: Collection[str],
+    running: Collection[uuid.UUID],
 ) -> dict[str, dt.timedelta]:
     """Return the age of the oldest due message in the outbox, the inbox, the queues and
     the deadlines. Reads only the first row of each destination, stage or queue."""
     rows = {
         "outbox": waiting.in_outbox(using, most=0),
-        "redelivery": waiting.in_inbox(using, paused, most=0),
+        "redelivery": waiting.in_inbox(using, paused, running, most=0),
         "queue": waiting.in_queues(using, held_queues(paused), most=0),
         "deadline": waiting.for_deadlines(using, most=0),
     }

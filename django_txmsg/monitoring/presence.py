@@ -27,6 +27,7 @@ from ..runtime import breaker, database_health, liveness
 from ..runtime.connections import recycle
 from ..runtime.thread_group import ThreadGroup
 from . import attendance, outages
+from .waiting import OVERDUE
 
 #: Most messages that a process writes into its row: those that have run longest.
 MOST_RUNNING = 100
@@ -210,6 +211,13 @@ def _running_as_json() -> list[dict[str, Any]]:
         }
         for one in liveness.now_running()[:MOST_RUNNING]
     ]
+
+
+def running_long(present: attendance.Attendance) -> set[uuid.UUID]:
+    """Return the messages that handlers of live processes have been processing for
+    longer than OVERDUE."""
+    found = read_running(present.living)
+    return {one.message_id for one in found if present.now - one.since > OVERDUE}
 
 
 def read_running(workers: Iterable[Worker]) -> list[RunningHandler]:

@@ -28,6 +28,7 @@ from . import (
     dead,
     outages,
     periods,
+    presence,
     recent,
     runs,
     schedule,
@@ -297,7 +298,8 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
             place = _place(places[series], name, using)
             if place.last is None or last - place.last > PERIOD:
                 place.last = last  # its rows are not among the newest
-    for waiting in in_inbox(using, paused):
+    running = presence.running_long(status.attendance)
+    for waiting in in_inbox(using, paused, running):
         _place(status.stages, waiting.name, using).waiting = waiting
     for name, newer in for_newer_code(using).items():
         place = _place(status.stages, name, using)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -111,27 +112,34 @@ def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
 
 
 def in_inbox(
-    using: str, held: Collection[str] = (), *, most: int | None = None
+    using: str,
+    held: Collection[str] = (),
+    running: Collection[uuid.UUID] = (),
+    *,
+    most: int | None = None,
 ) -> list[Waiting]:
     """Return the messages that wait for an attempt, by stage: for a redelivery, or for
     a slot of the stage's rate. Blocked messages and messages that need newer code are
-    not counted. A message that a worker has claimed does not count as due. `held` are
-    the paused stages. Their messages never count as due.
+    not counted. `held` are the paused stages. Their messages never count as due, and
+    neither do messages that a worker has claimed. `running` are claimed messages whose
+    leases may have ended, because a handler's transaction has locked their rows.
 
     With `most`, only unclaimed messages are counted: otherwise claimed ones, which are
     the first, might hide one that is due."""
-    free = "" if most is None else f" AND {rules.NOT_LEASED.sql('r', now='{now}')}"
+    ids = ", ".join(f"'{one.hex}'" for one in running) or "NULL"
+    leased = f"({rules.LEASED.sql('r', now='{now}')} OR r.message_id IN ({ids}))"
+    since = inbox.DUE_SINCE.sql("r")
     return _by_place(
         using,
         "django_txmsg_inboxmessage",
         ("stage",),
         inbox.RETRYING,
         due="due_at",
-        since=inbox.DUE_SINCE.sql("r"),
-        also=free,
+        since=f"CASE WHEN r.message_id IN ({ids}) THEN NULL ELSE {since} END",
+        also="" if most is None else f" AND {leased} IS NOT TRUE",
         retried="TRUE",
         for_rate="slot IS NOT NULL",
-        leased=rules.LEASED.sql(now="{now}"),
+        leased=leased,
         most=most,
         held=held,
     )

@@ -560,10 +560,28 @@ def test_running_redelivery_is_not_due_and_hides_none_that_is() -> None:
     assert not health.look().oldest["redelivery"]
     assert (status.read().overdue, status.read().parked.in_flight) == (0, 1)
 
+    # The handler's transaction locks the row, so the lease is not renewed.
+    parked(
+        due_at=ago(hours=1), lease_until=ago(minutes=50), lease_token=uuid.uuid4(),
+        message_id=(running := uuid.uuid4()),
+    )  # fmt: skip
+    assert status.read().overdue == 1
+    worker = factories.WorkerFactory(
+        running=[
+            {"thread": "t", "stage": "a", "message": str(running), "attempt": 2,
+             "seconds": 3060}
+        ],
+    )  # fmt: skip
+    assert not health.look().oldest["redelivery"]
+    assert (status.read().overdue, status.read().parked.in_flight) == (0, 2)
+
     parked(due_at=ago(minutes=20))
     found = health.look().oldest["redelivery"]
     assert found == pytest.approx(dt.timedelta(minutes=20), abs=dt.timedelta(minutes=1))
     assert status.read().overdue == 1
+
+    Worker.objects.filter(pk=worker.pk).update(heartbeat_at=ago(minutes=40))
+    assert status.read().overdue == 2
 
 
 def test_a_recurring_message_that_is_not_stored_is_overdue(
