@@ -53,6 +53,12 @@ class Delivery:
     problem: str = ""
     id_stays: bool = True
 
+    @property
+    def came_before(self) -> bool:
+        """Whether the message was delivered before: the broker reports a redelivery, or
+        a stage has sent this copy of the message back to the queue."""
+        return self.redelivered or wire.FAILED_ATTEMPT in self.headers
+
 
 class Session(abc.ABC):
     """One connection to a broker. Not thread-safe.

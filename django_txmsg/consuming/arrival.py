@@ -139,6 +139,8 @@ class Arrival:
         if not self.has_identity:
             self.delivery = decoding.recognised(self.delivery)
             self.has_identity = decoding.has_identity(self.delivery)
+        #: Whether the message was delivered before, and can be recognised.
+        self.came_before = self.has_identity and self.delivery.came_before
         #: Its place in the order of its key, at an ordered stage; None without a key.
         self.turn = self._turn() if stage.ordered else None
 
@@ -146,11 +148,6 @@ class Arrival:
     def message_id(self) -> uuid.UUID:
         """The message's id, from its headers or derived from its delivery."""
         return decoding.identity(self.delivery, self.stage.broker)
-
-    @cached_property
-    def came_before(self) -> bool:
-        """Whether the message was delivered before."""
-        return decoding.came_before(self.delivery)
 
     @cached_property
     def kept_headers(self) -> dict[str, str]:

@@ -96,6 +96,10 @@ def _readable(arrivals: Sequence[Arrival]) -> tuple[list[Arrival], list[Arrival]
     readable: dict[object, Arrival] = {}
     alone: list[Arrival] = []
     for arrival in arrivals:
+        if arrival.came_before:
+            # It may have killed a worker, which must not happen to a batch again.
+            alone.append(arrival)
+            continue
         try:
             message = decoding.read(arrival.delivery, arrival.stage).attempted(1)
         except (DecodeError, MemoryError):

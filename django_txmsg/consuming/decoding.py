@@ -46,7 +46,11 @@ _NO_TEXT = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")
 def read(delivery: Delivery, stage: Stage) -> Message:
     """Return the message of a delivery, with the body as the stage's handler expects
     it. Raises DecodeError, or its subclass NewerCodeNeeded."""
-    given, content_type = delivery.body, checked(delivery, stage)
+    checked(delivery, stage)
+    given = delivery.body
+    content_type = delivery.headers.get(wire.CONTENT_TYPE, wire.BYTES)
+    if "/" not in content_type:
+        raise DecodeError("content_type", f"not a media type: {content_type[:80]!r}")
     if is_event(content_type):
         given, content_type = event_data(given)
     reader = stage.reader
@@ -74,9 +78,8 @@ def envelope(delivery: Delivery, stage: Stage) -> Message:
     return _message(delivery, stage, None)
 
 
-def checked(delivery: Delivery, stage: Stage) -> str:
-    """Return the content type of a delivery. Raises DecodeError if the headers are
-    invalid."""
+def checked(delivery: Delivery, stage: Stage) -> None:
+    """Raise DecodeError if the message's id or its headers cannot be stored."""
     headers = delivery.headers
     if delivery.problem:
         raise DecodeError("malformed_headers", delivery.problem)
@@ -93,10 +96,6 @@ def checked(delivery: Delivery, stage: Stage) -> str:
     others = wire.others_id(stage.broker, headers)
     if own is None and others is None and not delivery.broker_message_id:
         raise DecodeError("missing_id", "it has neither txmsg-id nor message-id")
-    content_type = headers.get(wire.CONTENT_TYPE, wire.BYTES)
-    if "/" not in content_type:
-        raise DecodeError("content_type", f"not a media type: {content_type[:80]!r}")
-    return content_type
 
 
 def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
@@ -110,7 +109,7 @@ def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
         headers=written,
         key=headers.get(wire.KEY),
         created_at=wire.created(headers),
-        redelivered=came_before(delivery),
+        redelivered=delivery.came_before,
         correlation_id=correlation_id(headers),
         service=headers.get(wire.SERVICE),
         conversation=wire.conversation(headers),
@@ -161,12 +160,6 @@ def send_back(delivery: Delivery, session: Session) -> None:
         if name.lower().startswith(wire.OF_A_DEATH):
             headers[name] = value
     session.send_back(delivery, headers)
-
-
-def came_before(delivery: Delivery) -> bool:
-    """Return whether the message was delivered before. That is so if the broker reports
-    a redelivery, or if a stage has sent this copy of the message back to the queue."""
-    return delivery.redelivered or wire.FAILED_ATTEMPT in delivery.headers
 
 
 def kept_headers(delivery: Delivery) -> dict[str, str]:

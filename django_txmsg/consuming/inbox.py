@@ -84,19 +84,31 @@ def _is_forgotten(arrival: Arrival) -> bool:
 
 def _process(arrival: Arrival) -> Outcome:
     try:
+        if arrival.came_before:
+            # Recorded before its body is decoded: that may have killed a worker.
+            decoding.checked(arrival.delivery, arrival.stage)
+            arrival.message = decoding.envelope(arrival.delivery, arrival.stage)
+            outcome = _recorded(arrival)
+            if outcome is not None:
+                return outcome
         _read(arrival)
     except DecodeError as error:
         if isinstance(error, NewerCodeNeeded) and not arrival.has_identity:
             return _adopt(arrival)
         return _unreadable(arrival, error)
+    outcome = None if arrival.came_before else _recorded(arrival)
+    return outcome or _worked(arrival)
+
+
+def _recorded(arrival: Arrival) -> Outcome | None:
+    """Count the arrival durably. Return its outcome if the stage must not run now, or
+    None."""
     if not arrival.has_identity:
         return _adopt(arrival)
     _record(arrival)
-    if arrival.record is not None and not arrival.begun:
-        outcome = _foregone(arrival, arrival.record)
-        if outcome is not None:
-            return outcome
-    return _worked(arrival)
+    if arrival.record is None or arrival.begun:
+        return None
+    return _foregone(arrival, arrival.record)
 
 
 def _worked(arrival: Arrival) -> Outcome:
@@ -273,17 +285,14 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     ordered stage the message first waits for its turn, because its followers look for
     its row in the inbox."""
     at_once = isinstance(error, NewerCodeNeeded) or error.reason in NAMELESS
-    if arrival.turn is None or at_once:
+    # If it came before, `_recorded()` has already waited for its turn.
+    if arrival.turn is None or at_once or arrival.came_before:
         return unreadable(arrival, error)
-    if arrival.parked is None:
-        message = decoding.envelope(arrival.delivery, arrival.stage)
-        rows = arrival.inbox.record(arrival.stage.name, [message], together=True)
-        if arrival.count(rows[message.id], attempt=False).settled:
-            return Duplicate()
-    else:
-        arrival.record = arrival.parked.record
-    attempts = 0 if arrival.parked is None else 1
-    waiting = arrival.mode.out_of_turn(arrival, attempts=attempts)
+    message = decoding.envelope(arrival.delivery, arrival.stage)
+    rows = arrival.inbox.record(arrival.stage.name, [message], together=True)
+    if arrival.count(rows[message.id], attempt=False).settled:
+        return Duplicate()
+    waiting = arrival.mode.out_of_turn(arrival, attempts=0)
     return waiting or unreadable(arrival, error)
 
 

@@ -60,8 +60,9 @@ class Outbox(Mode):
             runs=arrival.runs,
             isolation=stage.definition.isolation,
             turn=arrival.turn,
-            # Middlewares around the transaction run before its beginning.
-            early=stage.outside is None,
+            # Middlewares around the transaction run before its beginning, and so does
+            # the reading of a message that came before.
+            early=stage.outside is None and not arrival.came_before,
         )
         arrival.counted = True
 

@@ -6,7 +6,8 @@ import datetime as dt
 import time
 import uuid
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 from django.core.management import call_command
@@ -62,6 +63,34 @@ def test_parked_messages_do_not_delay_others() -> None:
     for row in rows:
         pause = (row.due_at - row.started_at).total_seconds()
         assert 599 < pause < 640
+
+
+@dataclass
+class Note:
+    """A body that lists how often it was read."""
+
+    text: str
+    readings: ClassVar[list[str]] = []
+
+    def __post_init__(self) -> None:
+        self.readings.append(self.text)
+
+
+def test_parked_message_whose_workers_died_is_buried_without_being_read() -> None:
+    """The body itself may have killed the workers that read it."""
+
+    def handler(note: Note) -> None:
+        raise ValueError
+
+    with declared(handler, redelivery=RedeliveryPolicy(initial_delay=0.0)) as stage:
+        put(stage.destination, b'{"text": "deadly"}')
+        step(stage)
+        before = len(Note.readings)
+        # As if the workers of all later attempts had died.
+        InboxMessage.objects.update(attempts=stage.policy.max_begun)
+        step(stage)
+    assert DeadLetter.objects.get().reason == "worker_lost"
+    assert len(Note.readings) == before
 
 
 def test_a_slow_attempt_that_fails_keeps_its_verdict(
