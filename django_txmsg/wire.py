@@ -54,12 +54,15 @@ HOP = "txmsg-hop"
 UNDOES = "txmsg-undoes"
 #: Of an undo of a step's own work, for which there was no request.
 OWN_WORK = "own"
+#: The message in whose place an operator sent this edited copy. A copy of a copy names
+#: the first message.
+COPY_OF = "txmsg-copy-of"
 #: When a message expires; a request does so with its flow's deadline.
 EXPIRES = "txmsg-expires"
 #: The prefix of headers that all messages of a flow carry along.
 PROP = "txmsg-prop-"
 
-_NAMES = frozenset({REPLY_TO, TICKET, FLOW, HOP, UNDOES})
+_NAMES = frozenset({REPLY_TO, TICKET, FLOW, HOP, UNDOES, COPY_OF})
 
 
 def ticket(run_id: uuid.UUID, turn: uuid.UUID) -> str:
@@ -121,6 +124,15 @@ class Undone:
         if not at.startswith("at=") or more not in ([], ["answered"]):
             raise ValueError(text)
         return cls(uuid.UUID(request_id), parse_instant(at[3:]), bool(more))
+
+
+def original_id(message_id: uuid.UUID, headers: Mapping[str, str]) -> uuid.UUID:
+    """Return the id of the message in whose place an operator sent this message as an
+    edited copy. Otherwise return the message's own id."""
+    try:
+        return uuid.UUID(headers[COPY_OF])
+    except (KeyError, ValueError):
+        return message_id
 
 
 TOPIC_PREFIX = "topic:"

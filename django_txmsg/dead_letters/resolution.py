@@ -180,13 +180,13 @@ def discard(
         batch, using, Resolution.DISCARDED, operation.by, operation=operation.pk
     )
     starting = Run.objects.using(using).filter(waits_for=WaitsFor.START)
-    ids = {one.message_id for one in batch}
-    runs = {run.run_id: run for run in starting.filter(run_id__in=ids)}
+    ids = {one.pk: wire.original_id(one.message_id, one.headers) for one in batch}
+    runs = {run.run_id: run for run in starting.filter(run_id__in=ids.values())}
     for one in batch:
         if one.pk in undone:
             undoing.confirm(one, undone[one.pk] or [], using)
-        elif run := runs.get(one.message_id):
-            InboxMessage.objects.db_manager(using).revoke(run.flow, run.run_id)
+        elif run := runs.get(ids[one.pk]):
+            InboxMessage.objects.db_manager(using).revoke(run.flow, one.message_id)
             undoing.cancel(run, "discarded", using, one.broker)
         else:
             answering.answer_dead(one, "discarded", using=using)
@@ -257,6 +257,8 @@ def redeliver_copy(
             f"The edited body is not valid {content_type}: {error}"
         ) from error
     same = not letter.stage and letter.reason != "expired"
+    first = wire.original_id(letter.message_id, letter.headers)
+    original = {} if same else {wire.COPY_OF: str(first)}
     copy = NewMessage(
         message_id=letter.message_id if same else new_id(),
         replay_id=_replay_id(letter) if same else "",
@@ -264,7 +266,7 @@ def redeliver_copy(
         destination=letter.destination,
         key=_key(letter),
         correlation_id=letter.correlation_id,
-        headers=_copied_headers(letter, headers),
+        headers=_copied_headers(letter, headers) | original,
         content_type=content_type,
         body=body,
         service=_sender(letter),

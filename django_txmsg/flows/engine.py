@@ -69,18 +69,20 @@ MIN_PAUSE = dt.timedelta(seconds=1)
 
 def begin(declared: Declaration, message: Message) -> None:
     """Begin a run with its first message. If `start()` sent the message, the run's row
-    exists already. Otherwise create the row."""
+    exists already. Otherwise create the row. An edited copy begins the run of the
+    original message, for which a caller or a key may be waiting."""
     runs = Run.objects.db_manager(declared.using)
-    run = runs.locked(message.id)
+    run_id = wire.original_id(message.id, message.conversation)
+    run = runs.locked(run_id)
     if run is None:
         caller = Address.of(message.conversation)
         run = _create(
             declared,
-            run_id=message.id,
+            run_id=run_id,
             caller={} if caller is None else _back(message),
-            first_run=_uuid(message.conversation.get(wire.FLOW)) or message.id,
+            first_run=_uuid(message.conversation.get(wire.FLOW)) or run_id,
             baggage=_baggage(message),
-            correlation_id=message.correlation_id or str(message.id),
+            correlation_id=message.correlation_id or str(run_id),
         )
     elif run.waits_for != WaitsFor.START:
         return _late(declared, message, run.run_id)

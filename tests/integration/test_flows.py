@@ -989,6 +989,71 @@ def test_baggage_that_no_message_can_carry_is_refused() -> None:
     assert "No message can carry the baggage" in DeadLetter.objects.get().exception
 
 
+@shelved
+class Waking(Flow[Pack, str], name="shop.waking", within=None):
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        return self.ask(Napping, pack, then=self.awake)
+
+    @step
+    def awake(self, said: str) -> Next[str]:
+        return said
+
+
+def edit(how: str) -> None:
+    """Send a copy of the dead letter, an order to nap, with another `how`."""
+    body = json.dumps({"number": "1", "how": how}).encode()
+    letter = DeadLetter.objects.get(resolution="open")
+    resolution.redeliver_copy(letter, headers={}, body=body)
+
+
+def test_edited_copy_of_a_flows_first_message_begins_the_original_run() -> None:
+    with at_hand(Napping):
+        with transaction.atomic():
+            run = start(
+                Napping, Pack("1", "\U0001f600"), key="1", answer_to="orders.done"
+            )
+        drain(raises=False)
+        edit("\U0001f601")
+        drain(raises=False)
+        edit("blue")
+        drain()
+        assert Run.objects.get() == run
+        assert answered(run) == "awake blue"
+        assert OutboxMessage.objects.filter(destination="orders.done").count() == 1
+        with transaction.atomic():
+            start(Napping, Pack("1", "blue"), key="1")
+
+
+def test_discarding_an_edited_copy_of_a_flows_first_message_cancels_the_run() -> None:
+    with at_hand(Napping):
+        with transaction.atomic():
+            run = start(Napping, Pack("1", "\U0001f600"), key="1")
+        drain(raises=False)
+        edit("\U0001f601")
+        drain(raises=False)
+        assert operate("discard") == 1
+        drain()
+        assert failed(run) == {"why": "discarded"}
+        assert operate("restore") == 0
+
+
+def test_flow_begun_by_an_edited_copy_is_cancelled_with_its_caller() -> None:
+    with at_hand(Napping, Waking):
+        with transaction.atomic():
+            run = start(Waking, Pack("1", "\U0001f600"))
+        drain(raises=False)
+        edit("")
+        drain()
+        nap = Run.objects.get(flow="shop.napping")
+        assert nap.run_id == again(run).request_id
+        with transaction.atomic():
+            cancel(run, "stop")
+        drain()
+        assert failed(run) == {"why": "stop"}
+        assert failed(nap) == {"why": "by shop.waking"}
+
+
 def void(request: Reserve) -> None:
     Effect.objects.create(name=f"void {request.number}", message_id="")
 

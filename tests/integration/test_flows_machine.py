@@ -108,9 +108,9 @@ class Extra:
 
 
 #: Of a request: it is done, answered by no, refused, fails until it is mended; its undo
-#: is refused until it is mended; the flow that gets it answers before it undoes it, or
-#: hands it over.
-FATES = ("ok", "ok", "ok", "no", "refuse", "fail", "sour", "first", "hand")
+#: is refused until it is mended; the flow that gets it answers before it undoes it,
+#: hands it over, or fails to begin until it is mended.
+FATES = ("ok", "ok", "ok", "no", "refuse", "fail", "sour", "first", "hand", "stuck")
 
 do = Destination("machine.do", Work, reply=Done | Refused)
 undo = Destination("machine.undo", Work)
@@ -127,6 +127,8 @@ class Inner(Flow[Work, Done | Refused], name="machine.inner", within=3 * MINUTE)
 
     @step
     def start(self, work: Work) -> Next[Done | Refused]:
+        if work.fate == "stuck" and not Participant.mended:
+            raise ValueError("not yet")
         if work.fate == "hand":
             return self.hand_over(Inner, Work(work.name, work.number, "first"))
         self.number, self.first = work.number, work.fate == "first"
@@ -492,7 +494,7 @@ class World(RuleBasedStateMachine):
 
 def _editable() -> Any:
     return DeadLetter.objects.filter(
-        stage__in=("machine.do", *UNDOS), resolution="open"
+        stage__in=("machine.inner", "machine.do", *UNDOS), resolution="open"
     )
 
 
