@@ -97,7 +97,9 @@ class Address:
         has none, the answer gets the correlation id of the message that the stage is
         processing."""
         destination: str | TypedName[Any] = self.destination
-        if annotation is not None and not isinstance(answer, Dead):
+        # An undo that had nothing to undo answers None, whatever its type says.
+        nothing = answer is None and wire.UNDOES in self.given
+        if annotation is not None and not nothing and not isinstance(answer, Dead):
             destination = TypedName(self.destination, annotation)
         back = {
             name: value

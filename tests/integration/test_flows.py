@@ -518,6 +518,25 @@ def test_a_deadline_goes_on_once_and_revokes_what_has_not_come() -> None:
     assert effects() == [], "what comes late does nothing"
 
 
+def test_undo_with_a_reply_is_confirmed_if_there_is_nothing_to_undo() -> None:
+    def restock(request: Reserve) -> Reserved:
+        raise AssertionError("nothing was reserved")
+
+    stages.unregister("shop.release")
+    released = Destination("shop.release", Reserve, reply=Reserved)
+    stages.stage(released, undoes=stock_reserve)(restock)
+    run = place()
+    take_start()
+    asked = OutboxMessage.objects.filter(destination="shop.reserve")
+    asked.update(due_at=F("due_at") + DAY)
+    with transaction.atomic():
+        cancel(run, "closed")
+    drain()
+    assert failed(run) == {"why": "closed"}
+    drain(ahead=2 * DAY)
+    assert effects() == []
+
+
 def test_an_answer_that_is_late_is_dropped_and_what_was_done_is_undone() -> None:
     late: list[uuid.UUID] = []
 
