@@ -25,7 +25,7 @@ from ..sending.undoing import overtaken
 from . import sending
 from .declaration import Declaration, Step
 from .engine import Going
-from .values import Dead
+from .values import Dead, deadline_id
 
 #: The reason that a flow gets if an operator answers its request as failed.
 BY_OPERATOR = "answered_as_failed"
@@ -52,6 +52,13 @@ def _resume(run: Run, given: Given) -> str:
 
 
 def _time_out(run: Run, given: Given) -> str:
+    assert run.turn is not None  # it waits
+    stored = OutboxMessage.objects.using(run._state.db)
+    if stored.filter(message_id=deadline_id(run.turn)).exists():
+        raise FlowError(
+            f"The time-out of run {run.run_id} is stored already. If it is a dead "
+            f"letter, redeliver it; restore it first if it was discarded."
+        )
     Run.objects.using(run._state.db).filter(pk=run.pk).update(due_at=Now())
     return "Timed out"
 

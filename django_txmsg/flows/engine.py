@@ -261,7 +261,9 @@ class Going:
         run, body = self.run, self._message.body
         assert isinstance(body, Unread)
         assert run.turn is not None
-        timed_out = self._message.id == deadline_id(run.turn)
+        given = self._message.conversation
+        original = wire.original_id(self._message.id, given)
+        timed_out = original == deadline_id(run.turn)
         step = self.declared.step(run.step)
         if timed_out:
             overtaken(run, run.turn, self.declared.using)

@@ -126,6 +126,15 @@ def test_time_out_fires_the_deadline_of_a_run_that_has_none() -> None:
     assert Shop.did == ["book", "pay", "unpay", "unbook"]
 
 
+def test_time_out_is_refused_if_the_time_out_is_stored_already() -> None:
+    run = waiting()
+    command("time-out", run.run_id)
+    fire()
+    with pytest.raises(CommandError, match="is stored already"):
+        command("time-out", run.run_id)
+    assert len(audit()) == 1
+
+
 def test_run_of_a_former_service_name_times_out() -> None:
     run = waiting()
     Run.objects.update(service="before")

@@ -1044,6 +1044,36 @@ def test_edited_copy_of_a_flows_first_message_begins_the_original_run() -> None:
             start(Napping, Pack("1", "blue"), key="1")
 
 
+@shelved
+class Snoring(Flow[Pack, str], name="shop.snoring", within=MINUTE):
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        if pack.how == "join":
+            asked = [self.branch(stock_reserve, Reserve("1"))]
+            return self.gather(asked, then=self.awake)
+        return self.sleep(MINUTE, then=self.awake)
+
+    @step
+    def awake(self) -> Next[str]:
+        if Stock.answer:
+            raise Stock.answer
+        return "awake"
+
+
+@pytest.mark.parametrize("how", ["sleep", "join"])
+def test_edited_copy_of_a_time_out_continues_the_run(how: str) -> None:
+    Stock.answer = ValueError("broken")
+    with at_hand(Snoring):
+        with transaction.atomic():
+            run = start(Snoring, Pack("1", how))
+        drain(ahead=HOUR, raises=False)
+        letter = DeadLetter.objects.get(stage="shop.snoring.steps")
+        Stock.answer = None
+        resolution.redeliver_copy(letter, headers={}, body=bytes(letter.body))
+        drain()
+    assert answered(run) == "awake"
+
+
 def test_discarding_an_edited_copy_of_a_flows_first_message_cancels_the_run() -> None:
     with at_hand(Napping):
         with transaction.atomic():
