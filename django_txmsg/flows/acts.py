@@ -21,7 +21,7 @@ from ..errors import FlowError
 from ..models import FlowStep, OutboxMessage, Run
 from ..models.run import WaitsFor
 from ..sending.outbox import Encoded
-from ..sending.undoing import overtaken
+from ..sending.undoing import IN_DOUBT, overtaken
 from . import sending
 from .declaration import Declaration, Step
 from .engine import Going
@@ -152,8 +152,8 @@ def refused(name: str, run: Run) -> str:
     if run.ended_at is not None or run.failing:
         how = "has ended" if run.ended_at else "is undoing its work"
         return (
-            f"Run {run.run_id} {how}. If an undo is stuck, redeliver its dead letter, "
-            f"or undo it by hand and discard the dead letter."
+            f"Run {run.run_id} {how}. If an undo is stuck, redeliver its dead letter. "
+            f"Discard the dead letter only if its reason is {IN_DOUBT}."
         )
     if run.waits_for not in ACTS[name].waits:
         waits = WaitsFor(run.waits_for).label

@@ -219,7 +219,7 @@ def _stuck(status: Status) -> Iterator[Alarm]:
             f"{capped(one.stuck)} run{'s' * many} of flow {one.flow} "
             f"{'are' if many else 'is'} stuck at an undo",
             f", of {capped(one.undoing)} that are undoing their work. Redeliver its "
-            f"dead letter; or undo it by hand, and discard the dead letter.",
+            f"dead letter. Discard it only if its reason is undo_in_doubt.",
             table="run", query=f"?state=undo+stuck&flow={quote(one.flow, safe='')}",
             about=one.flow,
         )  # fmt: skip

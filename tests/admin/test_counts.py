@@ -645,7 +645,8 @@ def test_a_run_that_is_stuck_at_an_undo_is_an_alarm_everywhere(
     picture, (facts, code) = status.read(), told("--fail-on", "undo-stuck")
     (alarm,) = (one for one in alarms.of(picture) if one.kind == "undo-stuck")
     assert str(alarm).startswith(
-        "1 run of flow orders is stuck at an undo, of 2 that are undoing their work."
+        "1 run of flow orders is stuck at an undo, of 2 that are undoing their work. "
+        "Redeliver its dead letter. Discard it only if its reason is undo_in_doubt."
     )
     assert (alarms.well(picture), code) == (False, 1)
     counts = {"open": 3, "undoing": 2, "undo_stuck": 1}

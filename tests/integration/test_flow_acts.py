@@ -28,9 +28,9 @@ from django_txmsg.models import (
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.testing import drain
 from tests.docs.pages import ROOT
-from tests.running import committing, ship, txmsg
+from tests.running import committing, declared, ship, txmsg
 from tests.running import step as take
-from tests.trips import Order, Shop, Trip, begin, trips, waiting
+from tests.trips import Order, Shop, Trip, begin, pay, trips, unpay, waiting
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient", "shop")]
 
@@ -219,6 +219,24 @@ def test_cancel_undoes_a_run() -> None:
     drain()
     assert json.loads(again(run).answer) == {"why": "closed"}
     assert Shop.did == ["book", "pay", "unpay", "unbook"]
+
+
+def test_run_waits_on_if_its_dead_undo_is_discarded_and_says_what_to_do() -> None:
+    def unpaid(order: Order) -> None:
+        raise ValueError("not now")
+
+    run = waiting()
+    stages.unregister("acts.unpay")
+    with declared(unpaid, unpay, name="acts.unpay", undoes=pay):
+        command("cancel", run.run_id)
+        drain(raises=False)
+    assert DeadLetter.objects.get().reason == "attempts_exhausted"
+    call_command("dead_letters", "discard", "--all", stdout=io.StringIO())
+    drain()
+    assert again(run).waits_for == WaitsFor.UNDO
+    advice = "Discard the dead letter only if its reason is undo_in_doubt"
+    with pytest.raises(CommandError, match=advice):
+        command("cancel", run.run_id)
 
 
 def test_go_back_undoes_what_came_later_and_calls_the_step_again() -> None:
