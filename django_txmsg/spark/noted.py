@@ -85,14 +85,21 @@ class Noted:
             )
 
     def standing(self) -> list[dict[str, Any]]:
-        """Return the findings that stood after the last run. A finding that only a run
-        without an end has found has neither an age nor an acknowledgement."""
+        """Return the findings that stood after the last run, and unacknowledged ones
+        that an early release with `--since` did not judge again. A finding that only a
+        run without an end has found has neither an age nor an acknowledgement."""
         last = self.last_run()
         found = self.read(Which())
         for one in found:
             if last is None or one["found_at"] > last.finished_at:
                 one["found_at"] = one["acknowledged_at"] = None
-        return [one for one in found if not last or one["seen_at"] >= last.started_at]
+        return [
+            one
+            for one in found
+            if one["acknowledged_at"] is None
+            or last is None
+            or one["seen_at"] >= last.started_at
+        ]
 
     def keep(self, findings: Iterable[dict[str, Any]], seen_at: dt.datetime) -> None:
         """Store the findings of a run. An earlier finding is deleted if this run has

@@ -116,8 +116,8 @@ def test_a_replay_stores_nothing_that_is_not_as_it_was_proven(
     spark: Any, make_log, lake: LakeSpec
 ) -> None:
     """An archived row has changed in its file, and the file has no page checksums.
-    (Other tools write such files.) A replay of the row's batch is refused, and stores
-    nothing."""
+    (Early releases and other tools write such files.) A replay of the row's batch is
+    refused, and stores nothing."""
     log: Log = make_log("sqlite")
     log.send_many(50)
     archive(spark, log, lake)

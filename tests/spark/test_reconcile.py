@@ -305,6 +305,20 @@ def test_unacknowledged_findings_set_the_exit_code(
     assert one["seen_at"] == two["seen_at"]
 
 
+def test_a_finding_that_early_releases_left_alone_is_judged_again(
+    spark, make_log
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,))
+    log.send([{"created_at": NOW - 3 * DAY}])
+    assert run(spec, *JUDGE)["new"] == {"never_received": 1}
+    log.execute("UPDATE django_txmsg_finding SET seen_at = '2026-03-01 12:00:00'")
+
+    facts = run(spec, *JUDGE, "--since", "24h")
+
+    assert (facts["counts"], facts["new"]) == ({"never_received": 1}, {})
+
+
 def test_a_renamed_service_keeps_its_history(spark, make_log, lake: LakeSpec) -> None:
     """`shipping` has archived, and is now `delivery`. Its batches go on, and the jobs
     find its rows under both names."""

@@ -81,12 +81,15 @@ def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
     ended = judged.agg(sf.max("recorded_at").alias("ended_at"))
     journal = kept_by(log, "verdicts", CHANGE).where(sf.col("verdict") == verdict)
     until = journal.crossJoin(sf.broadcast(ended)).where("recorded_at <= ended_at")
+    # A run of an early release has written all that it has found.
+    early = journal.where((sf.col("run_id") == run) & sf.col("change").isNull())
+    found = standing(until).select(*KEY).unionByName(early.select(*KEY))
     noted = Noted(log.spec.service()).read(Which(verdict, acknowledged=True))
     rows = [[one[name] for name in KEY] for one in noted]
     settled = log.spark.createDataFrame(
         rows, t.StructType([t.StructField(f"of_{n}", t.StringType()) for n in KEY])
     )
-    found = standing(until).join(sf.broadcast(settled), is_finding("of_"), "left_anti")
+    found = found.join(sf.broadcast(settled), is_finding("of_"), "left_anti")
     return found.select("message_id").distinct()
 
 

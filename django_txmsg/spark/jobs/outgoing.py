@@ -33,7 +33,7 @@ from ..runs import Run, requested_ids
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema, struct_of
 from ..spec import JobSpec, SourceSpec, recordable
 from ..staging import Brought, Staging, ask_to_redeliver, attempt_key
-from ..transforms import whole_log
+from ..transforms import whole_log, with_cancelled
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
 from ..transforms.reconcile import FINDINGS
 from .findings import found_in, judged_by
@@ -166,7 +166,7 @@ def choose(
         if log.lake is not None:
             kept = log.lake.table(table.name, struct)
             services = [one.service for one in log.live]
-            frames.append(kept.read(log.spark, services=services))
+            frames.append(with_cancelled(kept.read(log.spark, services=services)))
         frames = [_but_cancelled(frame, options.where) for frame in frames]
     try:
         frames = [

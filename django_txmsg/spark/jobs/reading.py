@@ -29,7 +29,7 @@ from ..schemas import TABLES, Table, arrow_schema
 from ..source.batch import Selection, id_ranges
 from ..source.snapshot import snapshot
 from ..spec import JobSpec
-from ..transforms import EPOCH, whole_log
+from ..transforms import EPOCH, whole_log, with_cancelled
 
 #: Most rows of a table that are read without tasks.
 FEW = 20_000
@@ -311,7 +311,11 @@ class WholeLog:
         live = [one.spark for one in TABLES[table].live if one.name in struct.names]
         columns = [f.name for f in struct.fields if f not in live]
         columns += ["batch_id"] if above or until else []
+        cancelled = "cancelled_at" in columns
+        if cancelled:
+            columns = list(dict.fromkeys([*columns, "dead_at", "last_error"]))
         rows = kept.read(self.spark, since=since, named=named, columns=columns)
+        rows = with_cancelled(rows) if cancelled else rows
         nothing = {one.name: sf.lit(None).cast(one.dataType) for one in live}
         rows = rows.withColumns(nothing) if live else rows
         batch, service = sf.coalesce("batch_id", sf.lit(0)), sf.col("service")

@@ -105,11 +105,12 @@ def _entries(
     changed: list[tuple[int, int] | None] = []
     for commit in delta.history():
         noted: dict[str, Any] = json.loads(commit.get("txmsg") or "{}")
-        name = noted.get("service", "")
+        # Early entries of an erasure or a sweep do not name their service.
+        name = noted.get("service", service)
         if former.get(name, name) != service:
             continue
         if {"amended", "erased", "dropped_before"} & noted.keys():
-            changed += [(low, high) for low, high in noted["touched"]]
+            changed += [(low, high) for low, high in noted.get("touched", [[0, 2**62]])]
         elif "checksum" in noted:
             entries[noted["batch"]] = noted["rows"], int(noted["checksum"])
     return entries, changed

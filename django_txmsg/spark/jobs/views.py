@@ -26,7 +26,7 @@ FROM (
     PARTITION BY service, message_id, coalesce(destination, ''),
                  coalesce(consumer, ''), verdict
     ORDER BY recorded_at DESC) AS newest
-  FROM {verdicts}) AS journal
+  FROM {verdicts} WHERE change IS NOT NULL) AS journal
 WHERE newest = 1 AND change = 'found'
 """
 

@@ -64,3 +64,11 @@ def whole_log(
         ]
         whole = whole.groupBy(*keys).agg(*rest)
     return whole.select(*columns)
+
+
+def with_cancelled(archived: DataFrame) -> DataFrame:
+    """Return the lake's outbox rows with the column `cancelled_at`. In files that are
+    older than this column, cancelled rows are recognised by their error text."""
+    by_intent = sf.col("last_error").startswith("cancelled: ")
+    known = sf.when(by_intent, sf.col("dead_at"))
+    return archived.withColumn("cancelled_at", sf.coalesce("cancelled_at", known))

@@ -31,6 +31,7 @@ VERDICT = struct_of(
 FINDING = struct_of(VERDICT, "found_at timestamp, acknowledged_at timestamp")
 
 #: A change of a finding: a run has found it for the first time, or no longer finds it.
+#: Rows of early releases have neither, because each run wrote all of its findings.
 FOUND, GONE = "found", "gone"
 
 #: A line of the lake's journal of findings.
@@ -248,7 +249,8 @@ def standing(journal: DataFrame) -> DataFrame:
         if name not in _IDENTITY
     }
     empty = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
-    found = journal.withColumns(empty).groupBy(*_IDENTITY).agg(*last.values())
+    found = journal.where("change IS NOT NULL").withColumns(empty)
+    found = found.groupBy(*_IDENTITY).agg(*last.values())
     return found.where(sf.col("change") == FOUND).select(*FINDING.fieldNames())
 
 
