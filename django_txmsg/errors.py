@@ -25,7 +25,7 @@ TxmsgError
 └── StageError              a stage's transaction could not be completed
     ├── SwallowedDatabaseError  the handler hid an error that spoiled its transaction
     ├── DurableInStage          atomic(durable=True) inside a stage
-    ├── BlockLeftOpen           the handler began a transaction and did not end it
+    ├── BlockLeftOpen           your code began a transaction and did not end it
     ├── MiddlewareMisused       a middleware called the next one wrongly, or not at all
     ├── StageTimedOut           the handler took longer than its timeout
     └── CommitTimedOut          a tombstone forbids this late commit
@@ -208,8 +208,8 @@ class DurableInStage(StageError):
 
 
 class BlockLeftOpen(StageError):
-    """The handler entered `transaction.atomic()` inside a stage and did not leave it,
-    or switched autocommit off and not on again."""
+    """Your code entered `transaction.atomic()` inside a stage or a session and did not
+    leave it. Or a handler switched autocommit off and not on again."""
 
 
 class MiddlewareMisused(StageError):

@@ -21,7 +21,7 @@ from django.db import connections, transaction
 from .. import conf, signals
 from ..django_internals import in_block
 from ..envelope.message import check_headers, new_id
-from ..errors import BrokerError, SessionError, SwallowedDatabaseError
+from ..errors import BlockLeftOpen, BrokerError, SessionError, SwallowedDatabaseError
 from ..sending.scope import Block, Scope, current_scope, enter_scope
 from . import control_group
 from .control_message import announce
@@ -121,10 +121,18 @@ class OutboxSession:
         `transaction.set_rollback()` was called, roll back without an error.
 
         If the commit fails, everything is rolled back, and the error is raised:
-        SwallowedDatabaseError, CommitTimedOut, BrokerError or a database error.
+        BlockLeftOpen, SwallowedDatabaseError, CommitTimedOut, BrokerError or a database
+        error.
         """
         self._check_open()
         try:
+            if self._block.left_open:
+                # The commit would only release the savepoint of that block.
+                raise BlockLeftOpen(
+                    f"A block of transaction.atomic() on {self.using!r} was entered "
+                    f"inside the session and not left: nothing was stored. Use "
+                    f"atomic() in a with statement, or as a decorator."
+                )
             if self.spoiled:
                 raise SwallowedDatabaseError(
                     f"A database error on {self.using!r} was caught inside the "

@@ -34,6 +34,7 @@ from ..django_internals import (
     last_hook,
     must_roll_back,
     note_errors,
+    roll_back_blocks,
 )
 from ..envelope.message import Message
 from ..models.outbox_store import NewMessage
@@ -70,6 +71,7 @@ class Block:
         transaction."""
         self.nested = in_block(self._connection)
         self._atomic.enter(begun=begun)
+        self._depth = depth(self._connection)
         self._endings = [
             note_errors(self._connection),
             hear_rollbacks(self._connection, self._hear),
@@ -81,16 +83,22 @@ class Block:
 
     def exit(self, error: BaseException | None) -> None:
         """Commit, or roll back if there is an `error` or `set_rollback()` was called.
-        Raises the error that prevented the commit, or the error of a hook after the
-        commit."""
+        Inner blocks that were not left are rolled back first. Raises the error that
+        prevented the commit, or the error of a hook after the commit."""
         for end in self._endings:
             end()
+        roll_back_blocks(self._connection, self._depth)
         self._atomic.exit(error)
 
     @property
     def employed(self) -> bool:
         """Whether the block used the database. Creating a savepoint counts."""
         return self._atomic.begun
+
+    @property
+    def left_open(self) -> bool:
+        """Whether an `atomic()` block was entered inside this block and not left."""
+        return depth(self._connection) > self._depth
 
     @property
     def spoiled(self) -> bool:

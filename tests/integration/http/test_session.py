@@ -14,7 +14,11 @@ from django.db import IntegrityError, connection, connections, transaction
 from django.test import override_settings
 
 from django_txmsg import outbox_session, send_message
-from django_txmsg.errors import SessionError, SwallowedDatabaseError
+from django_txmsg.errors import (
+    BlockLeftOpen,
+    SessionError,
+    SwallowedDatabaseError,
+)
 from django_txmsg.http_outbox import database_identity
 from django_txmsg.http_outbox.session import OutboxSession
 from django_txmsg.models import OutboxMessage, QueueMessage
@@ -137,3 +141,26 @@ def test_two_databases_have_two_sessions() -> None:
     assert OutboxMessage.objects.count() == 2
     assert not OutboxMessage.objects.using("other").exists()
     assert not Order.objects.using("other").exists()
+
+
+@pytest.mark.parametrize("savepoint", [True, False])
+@pytest.mark.parametrize("work", [send_two, lambda: None])
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_a_block_left_open_rolls_the_session_back(
+    heard, error, work, savepoint
+) -> None:
+    """Otherwise the end of the session would only end that block. The transaction would
+    stay open, and its connection's end would roll it back."""
+    with pytest.raises(error or BlockLeftOpen), outbox_session() as session:  # noqa: PT012
+        transaction.atomic(savepoint=savepoint).__enter__()
+        work()
+        if error:
+            raise error
+    assert not connection.in_atomic_block
+    assert not session.committed
+    assert heard["sent"] == []
+    assert [one["outcome"] for one in heard["ended"]] == [
+        "rolled_back" if error else "failed"
+    ]
+    connection.close()
+    assert not OutboxMessage.objects.exists()
