@@ -25,6 +25,7 @@ from django.db import connections, transaction
 from .. import conf, wire
 from ..django_internals import (
     LateAtomic,
+    begun_by_hand,
     cause_of_rollback,
     depth,
     has_ended,
@@ -53,8 +54,8 @@ class Block:
 
     `isolation` and `reading` are those of `LateAtomic`. `committed` is true after the
     transaction has committed, even if a hook raised an exception after the commit.
-    `nested` means that the block is a savepoint in an outer transaction, whose commit
-    the block does not control.
+    `nested` means that the block is a part of an outer transaction, whose commit the
+    block does not control: of an `atomic()` block, or with autocommit off.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Block:
     def enter(self, *, begun: bool = False) -> None:
         """Open the block. `begun` means that the server has already begun the
         transaction."""
-        self.nested = in_block(self._connection)
+        self.nested = in_block(self._connection) or (
+            not begun and begun_by_hand(self._connection)
+        )
         self._atomic.enter(begun=begun)
         self._depth = depth(self._connection)
         self._endings = [

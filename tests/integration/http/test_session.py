@@ -164,3 +164,18 @@ def test_a_block_left_open_rolls_the_session_back(
     ]
     connection.close()
     assert not OutboxMessage.objects.exists()
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_session_in_a_transaction_begun_by_hand_is_part_of_it(heard, commits) -> None:
+    transaction.set_autocommit(False)
+    try:
+        Order.objects.create(number="1")  # SQLite begins the transaction here
+        with outbox_session() as session:
+            send_two()
+        (transaction.commit if commits else transaction.rollback)()
+    finally:
+        transaction.set_autocommit(True)
+    assert not session.committed
+    assert [one["outcome"] for one in heard["ended"]] == ["joined"]
+    assert OutboxMessage.objects.count() == 2 * commits
