@@ -293,6 +293,8 @@ _BLOCK = (
 )
 #: A wrapper that every query passes first.
 _FIRST = ("close_if_health_check_failed", "ensure_connection")
+#: What a block that has not begun replaces on its connection.
+_REPLACED = (*_FIRST, "close")
 
 
 class LateAtomic:
@@ -366,10 +368,17 @@ class LateAtomic:
         self.begun = False
         for name in _FIRST:
             setattr(self._connection, name, self._begin)
+        self._connection.close = self._close
 
     def _wait_no_more(self) -> None:
-        for name in _FIRST:
+        for name in _REPLACED:
             delattr(self._connection, name)
+
+    def _close(self) -> None:
+        """Close the connection. If there is none, do nothing: Django's own method
+        would forget the hooks of this block, which still commits."""
+        if self._connection.connection is not None:
+            type(self._connection).close(self._connection)
 
     def _begin(self) -> None:
         connection = self._connection

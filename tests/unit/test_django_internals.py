@@ -42,6 +42,7 @@ STATE = {
 }
 #: Methods of a connection, with the parameters that are passed.
 METHODS = {
+    "close": (),
     "close_if_health_check_failed": (),
     "ensure_connection": (),
     "is_usable": (),
@@ -82,10 +83,10 @@ IMPORTED = [
 
 #: Names that mean nothing else anywhere: found in another file, they are a use of
 #: Django's own that belongs into the one place. (`connection`, `rollback`, `features`
-#: and `autocommit` are common words, and so is `is_usable`.)
+#: and `autocommit` are common words, and so are `close` and `is_usable`.)
 TELLING = {
     *(STATE.keys() - {"connection", "autocommit"}),
-    *(METHODS.keys() - {"rollback", "is_usable", "set_rollback"}),
+    *(METHODS.keys() - {"close", "rollback", "is_usable", "set_rollback"}),
     *("features", "settings_dict", "wrap_database_errors"),
     *FEATURES,
     *ATOMIC,

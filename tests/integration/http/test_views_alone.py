@@ -104,6 +104,19 @@ def late_template(request: HttpRequest) -> HttpResponse:
     )
 
 
+def closes_first(request: HttpRequest) -> HttpResponse:
+    """Close all connections before the first query."""
+    transaction.on_commit(lambda: HOOKS.append("ran"))
+    connections.close_all()
+    place("1")
+    transaction.on_commit(raises)
+    return HttpResponse(status=201)
+
+
+def raises() -> None:
+    raise RuntimeError("the hook failed")
+
+
 LOCKED: list[str] = []
 
 
@@ -203,6 +216,7 @@ urlpatterns = [
     path("nothing", nothing),
     path("read", read),
     path("writing_get", writing_get),
+    path("closes_first", closes_first),
     path("late_write", late_write),
     path("late_template", late_template),
     path("locked_elsewhere", locked_elsewhere),
@@ -282,6 +296,14 @@ def test_a_view_without_queries_opens_no_connection(
     # The next request on this connection works as usual.
     assert client.post("/order?number=1").status_code == 201
     assert control_messages() == 1
+
+
+def test_a_view_that_closes_before_it_connects_keeps_its_hooks(client, heard) -> None:
+    connection.close()
+    assert client.post("/closes_first").status_code == 201
+    assert HOOKS == ["ran"]
+    assert [one["outcome"] for one in heard["ended"]] == ["committed"]
+    assert OutboxMessage.objects.count() == 2
 
 
 @pytest.fixture
