@@ -110,7 +110,8 @@ def drain(
 
     `stages` names the stages to run. The default is all. With `ahead`, `drain()` acts
     as if this much time passed: when nothing is left to do, it goes on to the time at
-    which the next delayed message, redelivery or flow deadline is due.
+    which the next delayed message, redelivery or flow deadline is due. The times of
+    several calls add up.
 
     With `raises`, `drain()` ends by raising the first exception of a handler. Refuse
     and Redeliver are never raised, because they are decisions of the handler. If a
@@ -120,6 +121,8 @@ def drain(
     A `TestCase` never commits, so on_commit hooks of handlers do not run. To run these
     hooks, wrap the call in `captureOnCommitCallbacks(execute=True)`.
     """
+    if not isinstance(ahead, dt.timedelta) or ahead < dt.timedelta(0):
+        raise ValueError(f"drain(): ahead must be a timedelta >= 0, not {ahead!r}.")
     drained = Drained()
     with ExitStack() as stack:
         # Messages that a dispatcher's thread holds would be missed here, and an open
@@ -302,30 +305,28 @@ def _is_consumable(alias: str) -> bool:
 
 
 def _hasten(until: dict[str, dt.datetime]) -> bool:
-    """Go on to the time at which the next row is due: subtract the time until then from
-    the times of all later rows. `until` maps each database to the time at which drain()
-    ends, and is changed likewise. Returns False if nothing is due until then."""
+    """Go on to the time at which the next row is due, or to the end: subtract the time
+    until then from the times of all later rows. `until` maps each database to the time
+    at which drain() ends, and is changed likewise. Returns False at the end."""
     waits = [
         first - clock(alias)
         for alias, end in until.items()
-        for rows, due, *_ in _later(alias, end)
-        if (first := rows.aggregate(first=Min(due))["first"]) is not None
+        for rows, due, *_ in _later(alias)
+        if (first := rows.aggregate(first=Min(due))["first"]) and first <= end
     ]
-    if not waits:
-        return False
-    wait = min(waits)
+    rest = min(end - clock(alias) for alias, end in until.items())
+    wait = min(waits, default=max(rest, dt.timedelta(0)))
     for alias, end in until.items():
-        for rows, *columns in _later(alias, end):
+        for rows, *columns in _later(alias):
             rows.update(**{one: F(one) - wait for one in columns})
         until[alias] = end - wait
-    return True
+    return bool(waits)
 
 
-def _later(alias: str, end: dt.datetime) -> list[tuple[Any, ...]]:
-    """Return the rows of a database that become due until `end`, as querysets, each
-    with the columns that contain times. The first column is the due time."""
-    due = Q(due_at__gt=Now(), due_at__lte=end)
-    available = Q(available_at__gt=Now(), available_at__lte=end)
+def _later(alias: str) -> list[tuple[Any, ...]]:
+    """Return the rows of a database that become due later, as querysets, each with the
+    columns that contain times. The first column is the due time."""
+    due, available = Q(due_at__gt=Now()), Q(available_at__gt=Now())
     outbox = OutboxMessage.objects.using(alias).filter(PENDING, due)
     # A message that waits for its predecessor is released when the predecessor ends.
     inbox = InboxMessage.objects.using(alias).filter(due, waits_for=None)

@@ -232,6 +232,26 @@ class TestInsideATestCase(TestCase, Declares):
 
         assert [message.body for message in seen] == [20, 50]
 
+    def test_the_times_of_several_calls_add_up(self) -> None:
+        seen: list[Message] = []
+        self.stage(seen.append, "drained.later")
+        send_message("drained.later", 90, delay=dt.timedelta(minutes=90))
+        send_message("drained.later", 110, delay=dt.timedelta(minutes=110))
+
+        drain(ahead=HOUR)
+        assert not seen
+        drain(ahead=dt.timedelta(minutes=40))
+        assert [message.body for message in seen] == [90]
+        drain(ahead=dt.timedelta(minutes=11))
+
+        assert [message.body for message in seen] == [90, 110]
+
+    def test_time_cannot_go_back(self) -> None:
+        wrong: Any
+        for wrong in (-HOUR, 5):
+            with pytest.raises(ValueError, match="ahead must be a timedelta >= 0"):
+                drain(ahead=wrong)
+
     def test_ahead_is_the_time_of_all_redeliveries_together(self) -> None:
         attempts: list[int] = []
 
