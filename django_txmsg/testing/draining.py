@@ -61,8 +61,8 @@ _UNSENT = "django_txmsg.testing.unsent.Unsent"
 class Drained:
     """The result of `drain()`: counts, and the exceptions that handlers raised.
 
-    `tasks` counts the rows that are stored for Celery's workers. The tasks are not
-    executed.
+    `dead` counts dead letters, also of messages that expired in the outbox. `tasks`
+    counts the rows that are stored for Celery's workers. The tasks are not executed.
     """
 
     dispatched: int = 0
@@ -152,6 +152,7 @@ def drain(
             handled = sum(worker.work(limit) for worker in workers)
             moved = bool(sent or handled)
         drained.dispatched = sum(lane.counts["dispatched"] for lane in lanes)
+        drained.dead += sum(lane.counts["dead"] for lane in lanes)
         of_celery = Q(broker__in=[one for one in brokers if not _is_consumable(one)])
         drained.tasks = sum(
             OutboxMessage.objects.using(alias).filter(PENDING, of_celery).count()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 from django.db import transaction
+from django.db.models.functions import Now
 from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
 
 from django_txmsg import (
@@ -251,6 +252,25 @@ class TestInsideATestCase(TestCase, Declares):
         for wrong in (-HOUR, 5):
             with pytest.raises(ValueError, match="ahead must be a timedelta >= 0"):
                 drain(ahead=wrong)
+
+    def test_a_message_that_expires_in_the_outbox_counts_as_dead(self) -> None:
+        send_message("drained.expired", 1, expires=HOUR)
+        OutboxMessage.objects.update(expires_at=Now())
+
+        assert drain().dead == DeadLetter.objects.count() == 1
+
+    def test_an_unreadable_message_is_counted_and_raises_nothing(self) -> None:
+        seen: list[int] = []
+
+        def take(body: int) -> None:
+            seen.append(body)
+
+        self.stage(take, Destination("drained.typed", int), name="drained.typed")
+        send_message("drained.typed", "no number")
+
+        drained = drain()
+
+        assert (drained.dead, drained.errors, seen) == (1, [], [])
 
     def test_ahead_is_the_time_of_all_redeliveries_together(self) -> None:
         attempts: list[int] = []
