@@ -286,7 +286,8 @@ def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
         if not _is_consumable(alias):
             brokers[alias] = {**options, "BACKEND": _UNSENT}
             continue
-        database = (broker and broker.stored_in) or ""
+        database = broker and broker.stored_in
+        database = database or router.db_for_write(OutboxMessage)
         brokers[alias] = {"URL": f"database://{database}?lease={_LEASE}"}
     given = getattr(settings, "TXMSG", None) or {}
     with override_settings(

@@ -248,6 +248,28 @@ for command in ("relay", "consume") * 3:
 """
 
 
+DRAINED = """
+from django.test import override_settings
+from django_txmsg import send_message
+from django_txmsg.testing import drain
+
+outside = {**settings.TXMSG, "BROKERS": {"default": {"URL": "stomp://there:1"}}}
+with override_settings(TXMSG=outside):
+    with transaction.atomic(using="shop"):
+        send_message("mail", None, using="shop")
+    drain()
+"""
+
+
+def test_drain_needs_no_database_named_default(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DEFAULT + DRAINED, str(tmp_path / "db.sqlite3")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["mail", "1", "mail"]
+
+
 def test_a_flow_batch_is_stored_in_the_outboxs_database(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_DEFAULT, str(tmp_path / "db.sqlite3")],
