@@ -310,6 +310,18 @@ class TestInsideATestCase(TestCase, Declares):
 
         assert [m.body for m in first] == [m.body for m in second] == [1]
 
+    def test_a_topic_keeps_its_copies_for_stages_that_a_later_call_names(self) -> None:
+        seen: list[Message] = []
+        self.stage(seen.append, "topic:drained.news", name="first")
+        self.stage(seen.append, "topic:drained.news", name="second")
+        send_message("topic:drained.news", 1)
+
+        drain("first")
+        assert [message.body for message in seen] == [1]
+        drain("second")
+
+        assert [message.body for message in seen] == [1, 1]
+
     def test_every_transaction_mode_runs(self) -> None:
         for mode in ("outbox", "best_effort_1pc", "broker_only"):
             seen: list[Message] = []
@@ -383,6 +395,32 @@ class TestInsideATestCase(TestCase, Declares):
         assert (dict(first.headers), first.key) == ({"x": "y"}, "k")
         assert second.body == b"\0bytes"
         assert [message.id for message in outbox_messages("drained.a")] == [sent.id]
+
+
+class TestWithTwoDatabases(TestCase, Declares):
+    """drain() in a TestCase that may use a second database."""
+
+    databases: ClassVar[set[str]] = {"default", "other"}
+
+    @override_settings(TXMSG={"SERVICE": "tests", "HTTP": {"USING": "other"}})
+    def test_drain_dispatches_from_the_databases_of_the_relay(self) -> None:
+        seen: list[Message] = []
+        self.stage(seen.append, "drained.elsewhere")
+        send_message("drained.elsewhere", 1, using="other")
+
+        assert drain().dispatched == len(seen) == 1
+
+
+@override_settings(TXMSG={"SERVICE": "tests", "HTTP": {"USING": "other"}})
+class TestWithoutTheSecondDatabase(TestCase, Declares):
+    """drain() in a TestCase that may not use the second database of its project."""
+
+    def test_drain_leaves_out_a_database_that_the_test_may_not_use(self) -> None:
+        seen: list[Message] = []
+        self.stage(seen.append, "drained.here")
+        send_message("drained.here", 1)
+
+        assert drain().dispatched == len(seen) == 1
 
 
 class TestWhereTransactionsCommit(TransactionTestCase, Declares):
