@@ -4,6 +4,8 @@
 the database connection of the test. It dispatches the outbox and runs the stages until
 no message is left. So it works inside a `TestCase`, whose rows no other process sees.
 Only the broker differs: `drain()` uses the embedded broker instead of TXMSG["BROKERS"].
+Before `drain()` begins, a test that commits dispatches its messages to these brokers,
+unless it uses `embedded()`.
 """
 
 from __future__ import annotations
@@ -115,7 +117,8 @@ def drain(
     several calls add up.
 
     With `raises`, `drain()` ends by raising the first exception of a handler. Refuse
-    and Redeliver are never raised, because they are decisions of the handler. If a
+    and Redeliver are never raised, because they are decisions of the handler. A message
+    that its stage cannot read reaches no handler: it is only counted as `dead`. If a
     stage has more than `limit` outcomes, `drain()` raises AssertionError, because the
     stage may send messages in an endless loop.
 
@@ -172,8 +175,8 @@ def drain(
 def outbox_messages(
     destination: str | None = None, *, using: str | None = None
 ) -> list[Message]:
-    """Return the messages that are stored in the outbox, dispatched or not, in the
-    order of storing."""
+    """Return the messages that are stored in the outbox of one database, dispatched or
+    not, in the order of storing. The default is the outbox's database."""
     rows = OutboxMessage.objects.using(using or router.db_for_read(OutboxMessage))
     if destination is not None:
         rows = rows.filter(destination=destination)

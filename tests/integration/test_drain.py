@@ -49,7 +49,7 @@ def connected() -> list[str]:
 class Declares(SimpleTestCase):
     """A mixin that declares stages and removes them after the test."""
 
-    def stage(self, handler: Callable[[Message], Any], *args: Any, **kw: Any) -> str:
+    def stage(self, handler: Callable[..., Any], *args: Any, **kw: Any) -> str:
         block = declared(handler, *args, **kw)
         name = block.__enter__().name
         self.addCleanup(block.__exit__, None, None, None)
