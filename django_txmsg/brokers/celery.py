@@ -97,6 +97,11 @@ class CelerySession(Session):
         self._outcomes = outcomes
         self._open.clear()
         self._named.clear()
+        if not self._confirms:
+            # A Redis that has lost its data has lost the bindings too. kombu would not
+            # declare them again, and messages to an exchange would reach no queue.
+            self._connection.declared_entities.clear()
+            self._channel.state.clear()
         ended: DispatchUnknown | None = None
         number, written = 0, False
         try:
@@ -129,7 +134,8 @@ class CelerySession(Session):
                 return [refused]
             ended = DispatchUnknown(
                 f"{type(error).__name__}: {error}",
-                hung_up=not isinstance(error, TimeoutError),
+                # redis-py's TimeoutError is not Python's.
+                hung_up=type(error).__name__ != "TimeoutError",
             )
         if ended is not None:
             unproved = set(self._open.values()) if self._confirms else {number}
@@ -297,6 +303,10 @@ def open_session(app: Any) -> CelerySession:
     connection = app.connection_for_write(
         heartbeat=0, transport_options={"confirm_publish": False}
     )
+    if connection.transport.driver_type == "redis":
+        # By default kombu waits for Redis without limit.
+        for option in ("socket_timeout", "socket_connect_timeout"):
+            connection.transport_options.setdefault(option, TIMEOUT)
     try:
         connection.ensure_connection(
             max_retries=1, interval_start=0, interval_step=0, timeout=TIMEOUT

@@ -17,6 +17,7 @@ from celery.exceptions import Reject
 from django.db import transaction
 from kombu import Exchange, Queue
 
+from django_txmsg import brokers
 from django_txmsg.celery import following
 from django_txmsg.errors import BrokerUnavailable, DestinationUnavailable
 from django_txmsg.models import InboxMessage, OutboxMessage
@@ -48,6 +49,7 @@ pytestmark = [
 ]
 
 Start = Callable[..., CeleryWorker]
+REPLICAS = "CONFIG SET min-replicas-to-write"
 
 
 @pytest.fixture
@@ -319,24 +321,52 @@ def test_a_task_that_the_broker_refuses_is_refused_alone(
 
 
 @pytest.mark.parametrize("url", ["redis"], indirect=True)
-def test_tasks_wait_while_redis_has_too_few_replicas(
-    worker: Start, redis: Redis
+@pytest.mark.parametrize(
+    ("begin", "end", "error"),
+    [
+        (f"{REPLICAS} 1", f"{REPLICAS} 0", "NOREPLICAS"),
+        ("CLIENT PAUSE 20000 WRITE", "CLIENT UNPAUSE", "TimeoutError"),
+    ],
+)
+def test_tasks_wait_while_redis_accepts_no_writes(
+    worker: Start, monkeypatch: pytest.MonkeyPatch, begin: str, end: str, error: str
 ) -> None:
-    """Redis refuses every write then: an outage, not a fault of the task."""
+    """This is an outage, not a fault of the task."""
+    monkeypatch.setattr(brokers.celery, "TIMEOUT", 0.5)
     with app.connection_for_write() as connection, transaction.atomic():
         client = connection.default_channel.client
-        client.config_set("min-replicas-to-write", 1)
-        step.delay("later")
+        # Its declaration would be refused first.
+        step.apply_async(("later",), queue=Queue("tests.celery", no_declare=True))
+    client.execute_command(begin)
     try:
-        with pytest.raises(BrokerUnavailable, match="NOREPLICAS"):
+        with pytest.raises(BrokerUnavailable, match=error):
             Relay(["default"], ["celery"], lanes=1).run(once=True)
         assert OutboxMessage.objects.get().attempts == 0
     finally:
-        client.config_set("min-replicas-to-write", 0)
+        client.execute_command(end)
 
     Relay(["default"], ["celery"], lanes=1).run(once=True)
 
     assert _pending() == 0
+
+
+@pytest.mark.parametrize("url", ["redis"], indirect=True)
+def test_a_redis_that_lost_its_data_loses_no_further_task(worker: Start) -> None:
+    """The open session declares the lost bindings of the exchange again."""
+    exchange = Exchange("tests.celery.bindings", type="topic")
+    queue = Queue("tests.celery.bound", exchange, routing_key="bound")
+    lane = Lane("default", "celery")
+    try:
+        with app.connection_for_write() as connection:
+            client = connection.default_channel.client
+            for _ in range(2):
+                with transaction.atomic():
+                    step.apply_async(("of an exchange",), queue=queue)
+                lane.dispatch()
+                assert (_pending(), client.llen(queue.name)) == (0, 1)
+                client.flushdb()
+    finally:
+        lane.close()
 
 
 def test_a_task_for_a_full_queue_waits_without_attempts(
