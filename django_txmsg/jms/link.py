@@ -245,7 +245,9 @@ class Link:
             return
         receipt = frame.headers.get("receipt-id", "")
         names = self.dialect.errors_name_receipts
-        blames = self.dialect.blames_frame(broker_message)
+        # RabbitMQ has ended this subscription, because its queue was deleted.
+        ended = "subscription" in frame.headers
+        blames = not ended and self.dialect.blames_frame(broker_message)
         if not self.ledger.error(
             receipt, broker_message, names_receipts=names, blames=blames
         ):

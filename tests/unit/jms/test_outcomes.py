@@ -164,6 +164,26 @@ def test_an_operator_who_closes_the_connection_refuses_no_message(
     assert said in caught.value.broker_message
 
 
+def test_on_rabbitmq_a_cancelled_subscription_refuses_no_message(
+    scripted: Scripted, connect: Connect
+) -> None:
+    """The subscription's queue was deleted. The connection ends, so that the session is
+    opened again and subscribes again."""
+    broker = scripted("rabbitmq")
+    connection = connect(broker)
+    session = connection.create_session()
+    session.create_consumer("in")
+    broker.on("SEND").drop_receipt()
+
+    sent = session.create_producer(DESTINATION).submit(jms.Message("x"))
+    broker.wait_for("SEND")
+    text = b"message:Server cancelled subscription\nsubscription:sub-1"
+    broker.write(b"ERROR\n" + text + b"\n\n\x00")
+
+    assert isinstance(sent.exception(10), jms.SendOutcomeUnknownError)
+    assert connection.failed
+
+
 def test_an_acknowledgement_counts_among_the_outstanding_frames(
     scripted: Scripted, connect: Connect
 ) -> None:
