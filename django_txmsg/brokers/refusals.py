@@ -21,7 +21,7 @@ from ..errors import (
 _CODES = (403, 404, 405)
 _PRECONDITION_FAILED = 406
 #: RabbitMQ's texts, with that code, about a queue rather than a message.
-_OF_A_QUEUE = re.compile(r"inequivalent arg|queue limit in vhost", re.I)
+_OF_A_QUEUE = re.compile(r"inequivalent arg|queue limit in", re.I)
 #: The texts of the two brokers over STOMP.
 _OVER_STOMP = re.compile(
     r"ResourceAllocationException|is not authorized to"  # ActiveMQ
