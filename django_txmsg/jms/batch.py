@@ -241,7 +241,7 @@ def _ended(
             link.check_alive()
             transaction.begin()
             transaction.loose(data)
-        transaction.commit(timeout)
+        transaction.commit(timeout, hurried=True)
     except TransactionRolledBackError as rolled_back:
         if link.error is None:
             return False

@@ -117,8 +117,10 @@ class Transaction:
         if not self.confirms:
             self.link.changed.notify_all()
 
-    def commit(self, timeout: float) -> None:
-        """Commit on the broker. If an earlier call was interrupted, continue it.
+    def commit(self, timeout: float, *, hurried: bool = False) -> None:
+        """Commit on the broker. If an earlier call was interrupted, continue it. With
+        `hurried`, disconnect if the broker does not answer in time, instead of waiting
+        as long again for the answer to ABORT.
 
         Raises ``TransactionRolledBackError`` if the transaction is rolled back. Raises
         ``TransactionInDoubtError`` if COMMIT was written and the broker did not answer,
@@ -126,11 +128,12 @@ class Transaction:
         """
         acks = [message.ack_id for message in self.received if message.ack_id]
         joined = self.link.dialect.acks_join_transaction
+        give_up = time.monotonic() + timeout
         try:
             if self.committing is None:
-                self._prove_frames(acks if joined else [], timeout)
+                self._prove_frames(acks if joined else [], timeout, hurried)
             if self._begun:
-                self._finish(timeout)
+                self._finish(give_up)
         except ConnectionLostError as error:
             raise self._rolled_back(error) from error
         if joined:
@@ -144,7 +147,7 @@ class Transaction:
                 f"not acknowledged: {error}"
             ) from error
 
-    def _prove_frames(self, ack_ids: list[str], timeout: float) -> None:
+    def _prove_frames(self, ack_ids: list[str], timeout: float, hurried: bool) -> None:
         """Wait until the broker has handled all frames of the transaction. If a frame
         has failed, abort the transaction and raise."""
         if ack_ids and self.error is None:
@@ -160,12 +163,14 @@ class Transaction:
                 self.link.barrier(timeout=timeout, owner=self).wait()
             except MessagingError as error:
                 self.fail(error)
+                if hurried and isinstance(error, TimeoutError):
+                    self.link.lose(f"transaction {self.name}: {error}", silent=True)
         if self.error is not None:
             self.abort(timeout)
             raise self._rolled_back(self.error) from self.error
 
-    def _finish(self, timeout: float) -> None:
-        give_up = time.monotonic() + timeout
+    def _finish(self, give_up: float) -> None:
+        timeout = max(0.0, give_up - time.monotonic())
         if self.committing is None:
             with self.link.lock:
                 self._start_clocks(give_up)

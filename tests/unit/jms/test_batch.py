@@ -3,6 +3,8 @@ rejected."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -165,6 +167,37 @@ def test_a_batch_cut_before_commit_was_certainly_not_stored(
     assert all(isinstance(error, jms.ConnectionLostError) for error in outcomes)
     assert {error.written for error in outcomes} == {False}  # type: ignore[union-attr]
     assert broker.stored(ADDRESS) == []
+
+
+def test_a_batch_whose_barrier_is_not_answered_waits_for_no_abort(
+    broker: ScriptedBroker, session: jms.Session
+) -> None:
+    broker.on("ABORT").drop_receipt()
+
+    outcomes = session.send_batch(batch_of(4), timeout=0.5)
+
+    assert all(isinstance(error, jms.ConnectionLostError) for error in outcomes)
+    assert {(e.silent, e.written) for e in outcomes} == {(True, False)}  # type: ignore[union-attr]
+    (barrier,) = broker.received("ABORT")
+    assert str(barrier.transaction).startswith("barrier")
+
+
+def test_the_barrier_and_the_commit_of_a_batch_share_one_time_out(
+    broker: ScriptedBroker, session: jms.Session
+) -> None:
+    broker.on("ABORT").hold_receipt()
+    broker.on("COMMIT").drop_receipt()
+    late = threading.Timer(2.0, broker.release)
+    late.start()
+
+    began = time.monotonic()
+    outcomes = session.send_batch(batch_of(4), timeout=3)
+    took = time.monotonic() - began
+    late.join()
+
+    assert all(isinstance(e, jms.SendOutcomeUnknownError) for e in outcomes)
+    assert len(broker.received("COMMIT")) == 1
+    assert took < 4.5
 
 
 @pytest.mark.parametrize("stored", [True, False])
