@@ -23,7 +23,7 @@ from django.utils.safestring import SafeString
 from ..models import AuditEntry, BulkOperation
 from ..models.monitoring import Deed
 from . import changes, display
-from .base import ReadOnlyAdmin, address, plain
+from .base import ReadOnlyAdmin, address, operator, plain
 from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_of
 
 #: The apps with pages of ours.
@@ -49,7 +49,7 @@ def audit(
     user: Any = request.user
     operation = subject if isinstance(subject, BulkOperation) else None
     AuditEntry.objects.db_manager(subject._state.db).record(
-        user.get_username(),
+        operator(request),
         text,
         deed=deed,
         count=count,

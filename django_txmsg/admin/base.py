@@ -247,6 +247,12 @@ def sees_messages(request: HttpRequest) -> bool:
     return any(may(request, f"view_{one}") for one in tables)
 
 
+def operator(request: HttpRequest) -> str:
+    """Return the user's name, cut to the length of the columns that record it. A
+    project's own user model may have a name that is not text, such as a UUID."""
+    return str(request.user.get_username())[:255]
+
+
 def given(request: HttpRequest, field: str = "why") -> str:
     """Return the user's input in a form field (by default the reason), without NUL and
     surrounding spaces."""

@@ -30,7 +30,7 @@ from ..models.monitoring import Deed
 from ..monitoring import attendance
 from . import display
 from .audit import audit, audited
-from .base import MESSAGE, Pages, RowPageAdmin, given, insist, led, plain
+from .base import MESSAGE, Pages, RowPageAdmin, given, insist, led, operator, plain
 
 PERMISSIONS = {
     BulkKind.REDELIVER: "django_txmsg.redeliver_deadletter",
@@ -155,7 +155,7 @@ def start(
             kind,
             filters,
             using=using,
-            by=request.user.get_username(),
+            by=operator(request),
             why=why,
             rate=float(rate) if rate else None,
             **options,

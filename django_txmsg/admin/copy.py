@@ -25,7 +25,7 @@ from ..models.dead_letter import Resolution
 from ..models.monitoring import Deed
 from . import body as bodies
 from .audit import audit, audited
-from .base import MESSAGE, Pages, insist, led, may
+from .base import MESSAGE, Pages, insist, led, may, operator
 
 #: Largest body, in bytes, for which a text field is offered.
 LONGEST = 256 * 1024
@@ -98,7 +98,7 @@ class CopyPages(Pages):
         headers: dict[str, str],
         encoded: bytes,
     ) -> HttpResponse:
-        by = request.user.get_username()
+        by = operator(request)
         with audited(router.db_for_write(DeadLetter)):
             copy_id = resolution.redeliver_copy(
                 letter, headers=headers, body=encoded, by=by

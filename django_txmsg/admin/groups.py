@@ -34,7 +34,7 @@ from ..models.monitoring import Deed
 from ..monitoring import dead
 from . import display
 from .audit import audit, audited
-from .base import Pages, given, insist, may
+from .base import Pages, given, insist, may, operator
 from .bulk import hidden_fields, read_filter
 
 #: Most groups on a page.
@@ -98,7 +98,7 @@ class GroupPages(Pages):
                     muted=request.POST.get("muted") == "1",
                     duration=duration,
                     above=_limit(given(request, "above")),
-                    by=request.user.get_username(),
+                    by=operator(request),
                     seen=request.POST.get("seen"),
                 )
                 muted = "Muted" if note.muted else "Noted on"

@@ -35,7 +35,7 @@ from ..sending import undoing
 from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
 from .audit import audit, audited
-from .base import MESSAGE, Pages, given, insist, led, may, sees_messages
+from .base import MESSAGE, Pages, given, insist, led, may, operator, sees_messages
 from .inbox import shown_state, with_state
 
 # The messages that led to a message and that it led to: all with the same correlation
@@ -403,7 +403,7 @@ def _insist(request: HttpRequest, permission: str) -> None:
 def _reason(request: HttpRequest, most: int) -> tuple[str, str]:
     """Return two texts: the reason that the user entered, and this reason with the
     user's name."""
-    why, user = given(request)[:most], request.user.get_username()
+    why, user = given(request)[:most], operator(request)
     return why, f"by {user}: {why}" if why else f"by {user}"
 
 

@@ -24,7 +24,7 @@ from ..models.monitoring import Deed
 from ..spark.models import ArchiveMark, Finding, PipelineAlert, PipelineRun, RunState
 from . import display
 from .audit import audit, audited
-from .base import MESSAGE, ReadOnlyAdmin, find, given, sees_messages
+from .base import MESSAGE, ReadOnlyAdmin, find, given, operator, sees_messages
 from .counting import WholePaginator
 from .filters import read_time
 
@@ -155,7 +155,7 @@ class FindingAdmin(ReadOnlyAdmin):
         count = self._say(
             request, shown, Deed.ACKNOWLEDGE, f"Acknowledged: {note}",
             acknowledged_at=timezone.now(), note=note,
-            acknowledged_by=request.user.get_username()[:255],
+            acknowledged_by=operator(request),
         )  # fmt: skip
         messages.success(request, f"Acknowledged {count:,} findings.")
         return None
@@ -198,7 +198,7 @@ class FindingAdmin(ReadOnlyAdmin):
                 defaults={
                     "job": "replay", "service": conf.get().SERVICE,
                     "state": RunState.REQUESTED,
-                    "run_by": request.user.get_username()[:255],
+                    "run_by": operator(request),
                     "options": {
                         "requested_at": clock(using).isoformat(), "message_ids": ids
                     },

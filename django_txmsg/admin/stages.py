@@ -27,7 +27,7 @@ from ..scheduling import timetable
 from ..stages import all_stages
 from . import display
 from .audit import audit, audited
-from .base import ReadOnlyAdmin, given, insist, may
+from .base import ReadOnlyAdmin, given, insist, may, operator
 
 
 class PausableAdmin(ReadOnlyAdmin):
@@ -84,7 +84,7 @@ class PausableAdmin(ReadOnlyAdmin):
         """Pause or resume a stage or a recurring message."""
         insist(may(request, f"pause_{self.kind}"))
         name, why = given(request, self.field), given(request)
-        by, verb = request.user.get_username(), "Paused" if paused else "Resumed"
+        by, verb = operator(request), "Paused" if paused else "Resumed"
         shown = f"{self.called} {name}".strip()
         try:
             with audited(self.database(name)):
@@ -210,7 +210,7 @@ class StageAdmin(PausableAdmin):
         with audited(states.db):
             try:
                 if rate:
-                    by = request.user.get_username()
+                    by = operator(request)
                     rates.limit(name, rate, LIMITED, by=by)
                     said = f"Stage {name} has a rate of {rate} for an hour."
                 elif not states.unlimit(name):

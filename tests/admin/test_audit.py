@@ -71,6 +71,28 @@ def test_pages_and_commands_record_who_did_what_why_and_how_often(
     assert restored[2:5] == ["restore", "3", "3 done"]
 
 
+def test_a_user_whose_name_is_not_text_is_recorded(
+    admin_client: Client,
+    declared: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A project's own user model may have an integer or a UUID as USERNAME_FIELD."""
+    monkeypatch.setattr(User, "USERNAME_FIELD", "id")
+    declared("mail.send")
+    letter = factories.DeadLetterFactory(stage="mail.send", fingerprint="f" * 64)
+    note = {"fingerprint": letter.fingerprint, "note": "ticket 7"}
+    for page, form in (
+        ("stagestate/pause/", {"stage": "mail.send"}),
+        ("deadletter/note/", note),
+        ("deadletter/confirm/", {"kind": "discard", "stage": "mail.send"}),
+    ):
+        assert admin_client.post(f"/admin/django_txmsg/{page}", form).status_code == 302
+
+    assert {row[1] for row in rows(admin_client)} == {str(User.objects.get().pk)}
+    letter.refresh_from_db()
+    assert letter.resolved_by == str(User.objects.get().pk)
+
+
 def test_the_audit_counts_what_a_running_operation_has_done_so_far(
     admin_client: Client,
 ) -> None:
