@@ -164,14 +164,14 @@ class Deadline:
     def __call__(
         self,
         execute: Callable[..., Any],
-        sql: str,
+        sql: Any,
         params: Any,
         many: bool,
         context: dict[str, Any],
     ) -> Any:
         """Execute a statement of the handler. Raises the deadline's error instead if
         the deadline has passed."""
-        if self.passed and not sql.startswith(_ENDING):
+        if self.passed and not str(sql).startswith(_ENDING):
             raise self.error()
         connection = context["connection"]
         if connection.alias not in self._used:

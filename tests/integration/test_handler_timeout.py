@@ -132,6 +132,20 @@ def test_no_query_begins_after_the_time_out() -> None:
     assert done() == []
 
 
+@pytest.mark.postgresql
+def test_a_composed_statement_after_the_time_out_is_refused() -> None:
+    def handler(message: Message) -> None:
+        late()
+        with connection.cursor() as cursor:
+            cursor.execute(psycopg.sql.SQL("SELECT 1"))
+
+    with txmsg(), declared(handler, timeout=ENOUGH) as slow:
+        put(slow.destination)
+        step(slow)
+
+    assert attempts()[0].startswith(TIMED_OUT)
+
+
 def hides_a_cancelled_query(message: Message) -> None:
     with contextlib.suppress(DatabaseError), transaction.atomic():
         endless()
