@@ -102,18 +102,12 @@ class StoringManager(SqlManager):
         returns the database's clock. The lock is held until the transaction ends or its
         savepoint is rolled back.
         """
-        connection, table = connections[self.db], self._table
+        connection = connections[self.db]
         unique = bool([row for row in rows if row.unique])
         if len(rows) >= _WORTH_COPY and not unique:
-            with connection.cursor() as cursor:
-                if hasattr(cursor, "copy"):
-                    if lock is not None:
-                        cursor.execute(f"SELECT {_LOCKED}", [lock])
-                    if new_ids:
-                        return _copy(connection, cursor, table, rows)
-                    # If a message id is stored already, the INSERT below skips it.
-                    with suppress(IntegrityError), transaction.atomic(using=self.db):
-                        return _copy(connection, cursor, table, rows)
+            copied = self._try_copy(rows, new_ids, lock)
+            if copied is not None:
+                return copied
         returning = ["id", _CREATED.get(connection.vendor, "created_at")]
         if tell_transaction and connection.vendor == "postgresql":
             returning.append(_TRANSACTION)
@@ -122,6 +116,23 @@ class StoringManager(SqlManager):
         returning += [_LOCKED_AT] * (lock is not None)
         conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
         return self._insert(rows, conflict, returning, unique, lock)
+
+    def _try_copy(
+        self, rows: Sequence[NewMessage], new_ids: bool, lock: int | None
+    ) -> Stored | None:
+        """Insert rows by COPY. Insert nothing and return None if the database cannot do
+        this, or if a message id is stored already."""
+        connection, table = connections[self.db], self._table
+        with connection.cursor() as cursor:
+            if not hasattr(cursor, "copy"):
+                return None
+            if lock is not None:
+                cursor.execute(f"SELECT {_LOCKED}", [lock])
+            if new_ids:
+                return _copy(connection, cursor, table, rows)
+            with suppress(IntegrityError), transaction.atomic(using=self.db):
+                return _copy(connection, cursor, table, rows)
+        return None
 
     def _insert(
         self,
@@ -248,18 +259,22 @@ def _values(
 
 def _copy(
     connection: Any, cursor: Any, table: str, rows: Sequence[NewMessage]
-) -> Stored:
+) -> Stored | None:
     """Insert rows by COPY (psycopg 3). COPY is cheaper than INSERT: PostgreSQL neither
-    parses nor returns anything for each row."""
+    parses nor returns anything for each row. Insert nothing and return None if row
+    level security applies, because PostgreSQL then refuses COPY."""
     from psycopg.types.json import Jsonb
 
     cursor.execute(
-        "SELECT array_agg(nextval(name)), clock_timestamp(), pg_current_xact_id()::text"
+        "SELECT array_agg(nextval(name)), clock_timestamp(),"
+        " pg_current_xact_id()::text, row_security_active(%s::text)"
         " FROM (SELECT pg_get_serial_sequence(%s, 'id')::regclass AS name OFFSET 0) s,"
         " generate_series(1, %s) GROUP BY name",
-        [table, len(rows)],
+        [table, table, len(rows)],
     )
-    numbers, now, xid = cursor.fetchone()
+    numbers, now, xid, secured = cursor.fetchone()
+    if secured:
+        return None
     now = now.astimezone(dt.timezone.utc)  # the alias may have a zone with a DST
     numbers.sort()
     records = [

@@ -153,6 +153,33 @@ def test_few_and_many_are_stored_whole(count: int) -> None:
         assert row.due_at - row.created_at < dt.timedelta(seconds=1)
 
 
+@pytest.mark.postgresql
+@FEW_AND_MANY
+@pytest.mark.parametrize("own_ids", [False, True])
+def test_few_and_many_are_stored_under_row_level_security(
+    count: int, own_ids: bool
+) -> None:
+    table = OutboxMessage._meta.db_table
+    with transaction.atomic():
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY;"
+                f"CREATE POLICY anything ON {table} USING (true);"
+                "CREATE ROLE txmsg_secured;"
+                "GRANT ALL ON ALL TABLES IN SCHEMA public TO txmsg_secured;"
+                "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO txmsg_secured;"
+                "SET LOCAL ROLE txmsg_secured"
+            )
+        send_messages(
+            {"destination": "orders", "body": number}
+            | ({"message_id": uuid.uuid4()} if own_ids else {})
+            for number in range(count)
+        )
+        bodies = [bytes(one.body) for one in OutboxMessage.objects.order_by("id")]
+        transaction.set_rollback(True)
+    assert bodies == [str(number).encode() for number in range(count)]
+
+
 def test_a_thousand_are_a_few_inserts(
     django_assert_max_num_queries: Any,
 ) -> None:
