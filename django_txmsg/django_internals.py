@@ -253,6 +253,13 @@ def works(connection: Any, *, suspect: bool = False) -> bool:
     return not (suspect or connection.errors_occurred) or bool(connection.is_usable())
 
 
+def forget_statements(connection: Any) -> None:
+    """Empty the log of statements that Django keeps if DEBUG is set. A test that counts
+    statements keeps its log."""
+    if not connection.force_debug_cursor:
+        connection.queries_log.clear()
+
+
 def settings_of(connection: Any) -> dict[str, Any]:
     """Return the connection's entry in DATABASES, with Django's defaults."""
     return connection.settings_dict  # type: ignore[no-any-return]  # Django has no types here

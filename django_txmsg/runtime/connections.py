@@ -18,6 +18,7 @@ from ..django_internals import (
     as_for_a_new_request,
     begun_by_hand,
     close_at,
+    forget_statements,
     in_block,
     raw,
     roll_back_blocks,
@@ -44,10 +45,12 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
     thread polls the queues in that database all the time.
 
     With CONN_HEALTH_CHECKS, Django checks each remaining connection before its next
-    use, as it does in a new request.
+    use, as it does in a new request. With DEBUG, each connection forgets the statements
+    that Django keeps until the next request.
     """
     for alias in connections:
         connection = connections[alias]
+        forget_statements(connection)
         if raw(connection) is None or in_block(connection):
             continue
         if _is_to_be_closed(connection, idle and alias != but):

@@ -198,6 +198,28 @@ def test_a_ping_is_sent_where_django_sends_one(
         cursor.execute("SELECT pg_reload_conf()")
 
 
+def test_debug_keeps_the_statements_of_the_present_message_only(settings: Any) -> None:
+    settings.DEBUG = True
+    seen: list[list[bool]] = []
+
+    def handler(message: Message) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT 'message {len(seen)}'")
+        log = str(connection.queries)
+        seen.append([f"'message {number}'" in log for number in range(2)])
+
+    with (
+        txmsg(BROKERS=APART),
+        declared(handler) as stage,
+        alone(stage) as thread,
+    ):
+        put(stage.destination)
+        wait_until(lambda: thread.handled == 1)
+        put(stage.destination)
+        wait_until(lambda: thread.handled == 2)
+    assert seen == [[True, False], [False, True]]
+
+
 def test_a_stage_without_a_database_stays_without_one() -> None:
     with (
         txmsg(BROKERS=APART),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,11 @@ STATE = {
     "connection": None,
     "errors_occurred": False,
     "execute_wrappers": [],
+    "force_debug_cursor": False,
     "health_check_done": False,
     "in_atomic_block": False,
     "needs_rollback": False,
+    "queries_log": deque(),
     "rollback_exc": None,
     "run_on_commit": [],
     "savepoint_ids": [],
