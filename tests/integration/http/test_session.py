@@ -166,6 +166,16 @@ def test_a_block_left_open_rolls_the_session_back(
     assert not OutboxMessage.objects.exists()
 
 
+def test_the_drivers_connection_is_in_the_transaction_once_it_is_ensured() -> None:
+    with outbox_session():
+        connection.ensure_connection()
+        connection.connection.cursor().execute(
+            "INSERT INTO app_order (number, total, note) VALUES ('1', 0, '')"
+        )
+        transaction.set_rollback(True)
+    assert not Order.objects.exists()
+
+
 @pytest.mark.parametrize("commits", [False, True])
 def test_a_session_in_a_transaction_begun_by_hand_is_part_of_it(heard, commits) -> None:
     transaction.set_autocommit(False)
