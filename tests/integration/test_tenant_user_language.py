@@ -19,6 +19,7 @@ from sentry_sdk.transport import Transport
 
 from django_txmsg import Refuse, send_message
 from django_txmsg.envelope.message import Message
+from django_txmsg.errors import ConfigurationError
 from django_txmsg.models import DeadLetter, OutboxMessage
 from tests.app.models import Effect
 from tests.docs.pages import ROOT, blocks
@@ -164,6 +165,18 @@ def test_unknown_tenant_is_refused(messaging: ModuleType) -> None:
         step(stage)
 
     assert DeadLetter.objects.get().reason == "refused"
+
+
+@pytest.mark.parametrize("mode", ["none", "broker_only"])
+def test_a_stage_without_a_transaction_has_no_tenant(
+    messaging: ModuleType, mode: str
+) -> None:
+    with (
+        through("Tenant"),
+        declared(enter, transaction=mode) as stage,
+        pytest.raises(ConfigurationError, match="in no transaction"),
+    ):
+        step(stage)
 
 
 class Heard(Transport):
