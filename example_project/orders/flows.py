@@ -90,7 +90,10 @@ class Checkout(
         waits = self.wait(
             then=self.approved, within=timedelta(days=2), otherwise=self.expired
         )
-        Approval.objects.create(order=self.order, token=waits.token)
+        # If the flow goes back to this step, the row of its first call still exists.
+        Approval.objects.update_or_create(
+            order=self.order, defaults={"token": waits.token}
+        )
         return waits
 
     @step

@@ -119,6 +119,15 @@ def test_checkouts_end_once_and_what_nobody_approves_is_undone(stand: Stand) -> 
             stand.processes,
         )
 
+    token = 'SELECT token FROM orders_approval WHERE "order" = %s'
+    before = stand.rows(token, approved.number)
+    go_back = ("txmsg", "flows", "go-back", approved.run_id, "--to", "reserved")
+    demo.command(stand.env, *go_back)
+    demo.wait(
+        lambda: stand.rows(token, approved.number) != before,
+        f"order {approved.number} to wait for another approval",
+        stand.processes,
+    )
     stand.shop.approve(approved.number)
     demo.command(stand.env, "txmsg", "flows", "time-out", left.run_id)
 
