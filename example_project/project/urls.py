@@ -1,4 +1,5 @@
-"""The shop's pages, the admin, and the health view for a load balancer."""
+"""The shop's pages, the admin, and the package's views for a load balancer and
+Prometheus."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from django.urls import include, path
 
 urlpatterns = [
     path("admin/", admin.site.urls),
+    # /txmsg/metrics/ needs no login: in production, let only Prometheus reach it.
     path("txmsg/", include("django_txmsg.urls")),
     path("", include("orders.urls")),
 ]
