@@ -17,14 +17,19 @@ from tests.docs.pages import PAGES, ROOT, blocks
 SHOWN = re.compile(r"(?:python )?manage\.py ([a-z_]+ ?.*)")
 
 
-def shown(page: Path) -> Iterator[list[str]]:
-    """Return the words of each command on a page."""
+def run(page: Path) -> Iterator[list[str]]:
+    """Return the words of each command in a block of a page."""
     for block in blocks(page):
-        if block.language == "console":
-            for line in block.code.splitlines():
+        if block.language in ("console", ""):
+            for line in block.code.replace("\\\n", "").splitlines():
                 found = SHOWN.match(line.removeprefix("$ "))
-                if line.startswith("$ ") and found:
+                if found and (line.startswith("$ ") or not block.language):
                     yield shlex.split(found[1], comments=True)
+
+
+def named(page: Path) -> Iterator[list[str]]:
+    """Return the words of each command in the text of a page, which may be a part of a
+    command only."""
     for inline in re.findall(r"`manage\.py ([^`]+)`", page.read_text()):
         yield shlex.split(re.sub(r"\[[^]]*\]|…|\\\|\w+", "", inline))
 
@@ -42,7 +47,7 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
 def test_commands_exist_with_their_options(page: Path) -> None:
     known = get_commands()
     wrong = []
-    for name, *words in shown(page):
+    for name, *words in [*run(page), *named(page)]:
         if name not in known:
             wrong.append(name)
             continue
@@ -55,5 +60,16 @@ def test_commands_exist_with_their_options(page: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_our_commands_accept_the_words_of_a_block(page: Path) -> None:
+    for name, *words in run(page):
+        app = get_commands()[name]
+        cut = any("…" in word for word in words)
+        if isinstance(app, str) and app.startswith("django_txmsg") and not cut:
+            command = load_command_class(app, name)
+            command._called_from_command_line = False  # raises CommandError
+            command.create_parser("manage.py", name).parse_args(words)
+
+
 def test_commands_are_found_on_the_pages() -> None:
-    assert sum(len(list(shown(page))) for page in PAGES) > 60
+    assert sum(len(list(run(page))) for page in PAGES) > 60
