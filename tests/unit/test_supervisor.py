@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -78,6 +80,21 @@ def test_a_sigint_while_a_child_starts_is_not_lost(
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def test_the_end_of_the_block_is_read_although_a_forked_process_lives() -> None:
+    context = multiprocessing.get_context("fork")
+    with _supervisor.signals_read([signal.SIGUSR1], lambda number: None) as reading:
+        theirs = reading.dup()
+        child = context.Process(target=signal.pause)
+        child.start()
+    try:
+        with theirs:
+            assert select.select([theirs], [], [], 10)[0] == [theirs]
+            assert theirs.recv(1) == b""
+    finally:
+        child.kill()
+        child.join()
 
 
 #: Prints whether SIGINT is blocked in a process.

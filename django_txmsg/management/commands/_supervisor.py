@@ -101,6 +101,8 @@ def signals_read(
         signal.set_wakeup_fd(fd_before)
         for number, handler in before.items():
             signal.signal(number, handler)
+        # A forked process has a copy of it, so closing it does not end the reading.
+        writing.shutdown(socket.SHUT_RDWR)
         writing.close()
         reading.close()
 
