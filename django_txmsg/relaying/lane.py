@@ -443,13 +443,15 @@ class Lane:
                     f"no receipt for {len(found.returned)} of {len(rows)} messages, "
                     f"which will be sent again with the same ids: {found.silence}"
                 )
-            if found.again and not apart:
+            # No message is to blame if the connection ended while the lane was idle.
+            if found.again and not apart and (is_new or found.unknown):
+                apart = True
                 log.info(
                     "broker %r hung up on %d messages: sending them one by one",
                     self.broker_alias,
                     len(found.again),
                 )
-            rows, apart = found.again, True
+            rows = found.again
 
     def _pause(self, found: Receipts) -> None:
         """Pause, for all lanes, the destinations that currently accept no messages."""

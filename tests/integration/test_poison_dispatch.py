@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import select
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,14 +16,17 @@ from django.db import transaction
 from django.db.models.functions import Now
 
 from django_txmsg import tasks
+from django_txmsg.brokers.amqp.session import AmqpSession
 from django_txmsg.brokers.stomp import StompBroker
 from django_txmsg.errors import BrokerUnavailable, DestinationUnavailable
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.relaying import pauses
+from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_messages
 from django_txmsg.testing import CLASSIC, RABBITMQ, ScriptedBroker
 from tests.running import IMPATIENT, committing, txmsg
+from tests.services import ByAmqp
 
 pytestmark = committing
 
@@ -179,3 +183,25 @@ def test_broker_that_hangs_up_at_once_leaks_no_connection() -> None:
                 ends += 1
         # It warns of what was not closed, and a warning is an error here.
         gc.collect()
+
+
+def test_connection_that_ended_while_idle_splits_no_batch(
+    rabbitmq_amqp: ByAmqp, destination: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "django_txmsg.relay")
+    with txmsg(BROKERS={"default": {"URL": rabbitmq_amqp.url()}}):
+        lane = Lane("default", "default")
+        try:
+            store(*[destination] * 5)
+            lane.dispatch()
+            session = lane._session
+            assert isinstance(session, AmqpSession)
+            rabbitmq_amqp.close_all_connections()
+            assert select.select([session._link.transport.sock], [], [], 30)[0]
+            store(*[destination] * 5)
+            lane.dispatch()
+            assert lane._session is not session
+        finally:
+            lane.close()
+    assert states() == {"dispatched": 10}
+    assert "one by one" not in caplog.text
