@@ -249,8 +249,8 @@ class Channel:
             if time.monotonic() > patience:
                 raise
             return None
-        again = any(outcomes) if len(group) > 1 else any(map(_unproven, outcomes))
-        return None if again and time.monotonic() < patience else outcomes
+        again = _unsound(outcomes) and time.monotonic() < patience
+        return None if again else outcomes
 
     def _send_in(
         self,
@@ -267,7 +267,7 @@ class Channel:
         except BaseException:
             _close_aside(session)
             raise
-        if any(outcomes):
+        if _unsound(outcomes):
             _close_aside(session)
         else:
             self._session = session
@@ -279,6 +279,12 @@ def _unproven(outcome: BrokerError | None) -> bool:
     message."""
     answered = (DispatchRejected, DestinationUnavailable)
     return outcome is not None and not isinstance(outcome, answered)
+
+
+def _unsound(outcomes: Outcomes) -> bool:
+    """Return True if the session may be broken, or if a refused message may have
+    affected others. The refusal of a single message is an answer."""
+    return any(outcomes) if len(outcomes) > 1 else any(map(_unproven, outcomes))
 
 
 def _close_aside(session: Session) -> None:

@@ -20,7 +20,7 @@ from django_txmsg.http_outbox import control_connection
 from django_txmsg.http_outbox.control_connection import Channel, control_channel
 from tests.faults import ANSWERS, Proxy, wait_until
 from tests.running import drained
-from tests.services import ActiveMQ
+from tests.services import ActiveMQ, ByAmqp
 from tests.services.stomp_server import LIMITED_USER
 
 THREADS = 6
@@ -116,6 +116,18 @@ def test_refused_control_message_fails_only_its_own_request(
             assert outcomes == [None] * THREADS
             assert isinstance(refused, DestinationUnavailable)
         control_connection.close_channels()
+
+
+def test_refused_control_message_keeps_the_connection(rabbitmq, destination) -> None:
+    with Proxy(rabbitmq.amqp_port) as proxy:
+        url = ByAmqp(rabbitmq).url(port=proxy.port, user=LIMITED_USER)
+        brokers = {"default": {"URL": url}}
+        with override_settings(TXMSG={"SERVICE": "a", "BROKERS": brokers}):
+            for number in range(3):
+                with pytest.raises(DestinationUnavailable):
+                    control_channel().send(outgoing(f"forbidden.{destination}", number))
+            control_connection.close_channels()
+        assert proxy.accepted == 1
 
 
 def test_interrupted_send_does_not_block_the_others(
