@@ -63,7 +63,7 @@ TEXTS = {
     "deadline_oldest_due_age_seconds": "How long ago the oldest has passed.",
     "flow_open": "Runs that have not ended.",
     "flow_undoing": "Runs that are undoing their work.",
-    "flow_undo_stuck": "Runs whose undo is dead, or unconfirmed for an hour.",
+    "flow_undo_stuck": "Runs whose undo is dead, or late by an hour.",
     "recurring_overdue": "1 while a recurring message was not stored when due.",
     "worker_heartbeat_age_seconds": "Since the last heartbeat of a worker that lives, "
     "or that is silent and was not replaced.",

@@ -2,7 +2,8 @@
 
 A run is *stuck* if it waits for an undo that has failed or takes too long. An undo has
 failed if its message is an open dead letter in this database. An undo takes too long if
-it has not been confirmed within an hour.
+it has not been confirmed within an hour after it was due: the undo of a foreign request
+may be sent only after the deadline of the request.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from django.db.models import Exists, OuterRef, Q
 
-from ..models import DeadLetter, Run
+from ..models import DeadLetter, OutboxMessage, Run
 from ..models.dead_letter import Resolution
 from ..models.fields import Holds, Later, query
 from ..models.run import Outcome
@@ -45,7 +46,11 @@ def states() -> dict[str, Q]:
     letters = DeadLetter.objects.filter(
         message_id=OuterRef("request_id"), resolution=Resolution.OPEN
     )
-    late = Q(since__lte=Later(-UNDONE.total_seconds()))
+    ago = Later(-UNDONE.total_seconds())
+    delayed = OutboxMessage.objects.filter(
+        message_id=OuterRef("request_id"), dead_at=None, due_at__gt=ago
+    )
+    late = Q(since__lte=ago) & ~Q(Exists(delayed))
     return {
         "open": is_open,
         "waiting": Q(Holds(flows.WAITING)),

@@ -670,6 +670,18 @@ def test_a_run_that_is_stuck_at_an_undo_is_an_alarm_everywhere(
     assert not any(one.stuck for one in status.read().runs)
     runs.update(since=ago(hours=2))
     assert [one.stuck for one in status.read().runs] == [2]
+    # A foreign request's undo is sent after the deadline of the request.
+    delayed = factories.OutboxMessageFactory.build(
+        message_id=undo, due_at=ago(hours=-1)
+    )
+    delayed.save(using="other")
+    assert [one.stuck for one in status.read().runs] == [1]
+    delayed.due_at, delayed.dispatched_at = ago(minutes=50), ago(minutes=50)
+    delayed.save(using="other")
+    assert [one.stuck for one in status.read().runs] == [1]
+    delayed.due_at = delayed.dispatched_at = ago(minutes=61)
+    delayed.save(using="other")
+    assert [one.stuck for one in status.read().runs] == [2]
     monkeypatch.setattr(message_status, "CAP", 1)
     capped = {"open": 1, "undoing": 1, "undo_stuck": 1}
     assert told()[0]["flows"] == {"orders of shop": capped}
