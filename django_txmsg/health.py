@@ -181,7 +181,7 @@ def _oldest(
     using: str,
     now: dt.datetime,
     paused: Collection[str],
-    running: Collection[uuid.UUID],
+    running: Collection[tuple[str, uuid.UUID]],
 ) -> dict[str, dt.timedelta]:
     """Return the age of the oldest due message in the outbox, the inbox, the queues and
     the deadlines. Reads only the first row of each destination, stage or queue."""

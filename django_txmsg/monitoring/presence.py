@@ -213,11 +213,15 @@ def _running_as_json() -> list[dict[str, Any]]:
     ]
 
 
-def running_long(present: attendance.Attendance) -> set[uuid.UUID]:
+def running_long(present: attendance.Attendance) -> set[tuple[str, uuid.UUID]]:
     """Return the messages that handlers of live processes have been processing for
-    longer than OVERDUE."""
-    found = read_running(present.living)
-    return {one.message_id for one in found if present.now - one.since > OVERDUE}
+    longer than OVERDUE, each with its stage: several stages may process one message of
+    a topic."""
+    return {
+        (one.stage, one.message_id)
+        for one in read_running(present.living)
+        if present.now - one.since > OVERDUE
+    }
 
 
 def read_running(workers: Iterable[Worker]) -> list[RunningHandler]:

@@ -17,6 +17,7 @@ from typing import Any
 from django.db import connections
 
 from .. import rules
+from ..models import InboxMessage
 from ..models.fields import later_sql, later_value, now_sql, query, read_instant
 from ..rules import Rule, inbox, outbox
 
@@ -114,20 +115,25 @@ def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
 def in_inbox(
     using: str,
     held: Collection[str] = (),
-    running: Collection[uuid.UUID] = (),
+    running: Collection[tuple[str, uuid.UUID]] = (),
     *,
     most: int | None = None,
 ) -> list[Waiting]:
     """Return the messages that wait for an attempt, by stage: for a redelivery, or for
     a slot of the stage's rate. Blocked messages and messages that need newer code are
     not counted. `held` are the paused stages. Their messages never count as due, and
-    neither do messages that a worker has claimed. `running` are claimed messages whose
-    leases may have ended, because a handler's transaction has locked their rows.
+    neither do messages that a worker has claimed. `running` are claimed messages, each
+    with its stage, whose leases may have ended, because a handler's transaction has
+    locked their rows.
 
     With `most`, only unclaimed messages are counted: otherwise claimed ones, which are
     the first, might hide one that is due."""
-    ids = ", ".join(f"'{one.hex}'" for one in running) or "NULL"
-    leased = f"({rules.LEASED.sql('r', now='{now}')} OR r.message_id IN ({ids}))"
+    rows = InboxMessage.objects.using(using).filter(
+        message_id__in={message_id for _, message_id in running}
+    )
+    found = rows.values_list("pk", "stage", "message_id")
+    ids = ", ".join(str(pk) for pk, *of in found if tuple(of) in running) or "NULL"
+    leased = f"({rules.LEASED.sql('r', now='{now}')} OR r.id IN ({ids}))"
     since = inbox.DUE_SINCE.sql("r")
     return _by_place(
         using,
@@ -135,7 +141,7 @@ def in_inbox(
         ("stage",),
         inbox.RETRYING,
         due="due_at",
-        since=f"CASE WHEN r.message_id IN ({ids}) THEN NULL ELSE {since} END",
+        since=f"CASE WHEN r.id IN ({ids}) THEN NULL ELSE {since} END",
         also="" if most is None else f" AND {leased} IS NOT TRUE",
         retried="TRUE",
         for_rate="slot IS NOT NULL",

@@ -575,6 +575,14 @@ def test_running_redelivery_is_not_due_and_hides_none_that_is() -> None:
     assert not health.look().oldest["redelivery"]
     assert (status.read().overdue, status.read().parked.in_flight) == (0, 2)
 
+    # A message of a topic: another stage waits for its own attempt.
+    other = factories.InboxMessageFactory(
+        stage="b", parked=True, due_at=ago(hours=1), message_id=running
+    )
+    assert health.look().oldest["redelivery"] > dt.timedelta(minutes=59)
+    assert (status.read().overdue, status.read().parked.in_flight) == (1, 2)
+    other.delete()
+
     parked(due_at=ago(minutes=20))
     found = health.look().oldest["redelivery"]
     assert found == pytest.approx(dt.timedelta(minutes=20), abs=dt.timedelta(minutes=1))
