@@ -250,7 +250,8 @@ class MessagePages(Pages):
                 letter.order = turns.note(letter)
                 letter.by = _resolved_by(letter)
                 if letter.resolution == Resolution.DISCARDED:
-                    row = next((o for o in inbox if o.stage == letter.stage), None)
+                    stage = letter.stage or letter.destination
+                    row = next((o for o in inbox if o.stage == stage), None)
                     letter.revoked = resolution.revoked_why(letter, row, clock(using))
         known = [*outbox, *inbox, *letters]
         if not known:

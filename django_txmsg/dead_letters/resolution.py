@@ -59,7 +59,7 @@ def redeliver(
     for letter in batch:
         stage, row = letter.stage, known.get((letter.message_id, letter.stage))
         topic = wire.is_topic(letter.destination)
-        if revoked := revoked_why(letter, row, now):
+        if revoked := revoked_why(letter, known.get(_place(letter)), now):
             tally.skipped[letter.pk] = revoked
             gone.append(letter)
         elif row is not None and row.processed_at is not None and not force:
@@ -118,6 +118,13 @@ def revoked_why(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) 
     )
 
 
+def _place(letter: DeadLetter) -> tuple[uuid.UUID, str]:
+    """Return the message id and the stage of the inbox row that revokes a dead letter.
+    The first message of a run that a relay has buried is revoked at the flow's stage,
+    whose name is the destination."""
+    return letter.message_id, letter.stage or letter.destination
+
+
 def _known(
     batch: list[DeadLetter], using: str
 ) -> dict[tuple[uuid.UUID, str], InboxMessage]:
@@ -125,7 +132,7 @@ def _known(
     that are processing such a message."""
     inbox = InboxMessage.objects.using(using)
     inbox = inbox.only("message_id", "stage", "processed_at", "dead_at", "revoked_at")
-    pairs = {(one.message_id, one.stage) for one in batch if one.stage}
+    pairs = set(map(_place, batch))
     known = {
         (row.message_id, row.stage): row
         for row in inbox.filter(message_id__in={mid for mid, _ in pairs})
@@ -213,8 +220,7 @@ def restore(
     so that operations that were requested before leave the dead letters alone."""
     known, kept, now = _known(batch, using), [], clock(using)
     for letter in batch:
-        row = known.get((letter.message_id, letter.stage))
-        if revoked := revoked_why(letter, row, now):
+        if revoked := revoked_why(letter, known.get(_place(letter)), now):
             tally.skipped[letter.pk] = revoked
         else:
             kept.append(letter.pk)
@@ -276,7 +282,7 @@ def redeliver_copy(
         other_id = None if same else copy.message_id
         if not _resolve([letter], using, resolution, by, replaced_by=other_id):
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
-        row = _known([letter], using).get((letter.message_id, letter.stage))
+        row = _known([letter], using).get(_place(letter))
         if revoked := revoked_why(letter, row, clock(using)):
             raise TxmsgError(f"No copy was sent: {revoked}.")
         if letter.stage in _stages_here(using, [letter]):
