@@ -208,7 +208,10 @@ def _cancelled(declared: Declaration, message: Message) -> None:
                 going._keep_answer(why)
             going.store()
             return None
-        on_cancel = declared.on_cancel
+        # Before the first step, the state is empty, and that step may never come: its
+        # message may have been discarded.
+        begun = run.waits_for != WaitsFor.START
+        on_cancel = declared.on_cancel if begun else None
         going.signalled(Fail(why) if on_cancel is None else going.call(on_cancel, why))
     return None
 

@@ -827,6 +827,27 @@ def test_discarding_the_first_message_of_a_run_cancels_the_run(reason: str) -> N
     assert place().pk != run.pk, "its key is free"
 
 
+@shelved
+class Persistent(Flow[Reserve, Reserved | Cancelled], name="shop.persistent"):
+    @step
+    def start(self, request: Reserve) -> Next[Reserved | Cancelled]:
+        raise ValueError(request.number)
+
+    @signal
+    def cancelled(self, by: Cancelled) -> None:
+        """Do not stop."""
+
+
+def test_discarding_the_first_message_ends_a_run_that_ignores_cancels() -> None:
+    with at_hand(Persistent):
+        with transaction.atomic():
+            run = start(Persistent, Reserve("1"))
+        drain(raises=False)
+        assert operate("discard") == 1
+        drain()
+        assert failed(run) == {"why": "discarded"}
+
+
 def reject_all() -> None:
     """Bury all stored messages as a relay does if the broker rejects them."""
     token = uuid.uuid4()
