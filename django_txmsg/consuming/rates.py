@@ -61,8 +61,10 @@ def states() -> Any:
 
 def _takes_slot(arrival: Arrival) -> bool:
     """Return whether an arrival must take a slot. A recorded arrival has taken its slot
-    at an earlier try. An arrival without a stable id, or with invalid headers, needs no
-    slot, because the stage does not process it."""
+    at an earlier try. An arrival without a stable id, or whose id or headers cannot be
+    stored, needs no slot, because the stage does not process it. An arrival that the
+    stage cannot read for another reason takes a slot, for example one of a wrong
+    content type."""
     if arrival.record is not None or not arrival.has_identity:
         return False
     try:

@@ -561,7 +561,7 @@ class Migration(migrations.Migration):
                     "operation",
                     models.BigIntegerField(
                         blank=True,
-                        help_text="The bulk operation that redelivered it last.",
+                        help_text="The last bulk operation that redelivered, discarded or restored it.",
                         null=True,
                     ),
                 ),
@@ -1228,7 +1228,9 @@ class Migration(migrations.Migration):
                 (
                     "run_id",
                     models.UUIDField(
-                        help_text="The id of the message that started it.", unique=True
+                        help_text="The id of the message that started it. For an edited "
+                        "copy: the id of the original.",
+                        unique=True,
                     ),
                 ),
                 ("service", models.CharField(max_length=100)),

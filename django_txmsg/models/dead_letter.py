@@ -259,7 +259,7 @@ class DeadLetter(models.Model):
     operation = models.BigIntegerField(
         null=True,
         blank=True,
-        help_text="The bulk operation that redelivered it last.",
+        help_text="The last bulk operation that redelivered, discarded or restored it.",
     )
 
     objects = DeadLetterManager()

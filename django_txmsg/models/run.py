@@ -182,7 +182,9 @@ class Run(models.Model):
 
     id = models.BigAutoField(primary_key=True)
     run_id = models.UUIDField(
-        unique=True, help_text="The id of the message that started it."
+        unique=True,
+        help_text="The id of the message that started it. For an edited copy: the id "
+        "of the original.",
     )
     service = models.CharField(max_length=100)
     flow = models.CharField(max_length=200)
