@@ -28,7 +28,7 @@ from ..sending.answering import Address, hop
 from ..sending.outbox import Encoded, encoded
 from ..sending.pending import cancel_message
 from ..sending.typed_name import TypedName
-from ..sending.undoing import overtaken, undo_delay, was_done
+from ..sending.undoing import overtaken, undo_delays, was_done
 from . import joining
 from .declaration import STEPS, Declaration, Step, declarations
 from .sending import SIGNAL, send_signal
@@ -616,7 +616,8 @@ class Going:
             undoes = str(wire.Undone(row.request_id, row.created_at, row.answered))
         turn, self._hop = uuid.uuid4(), 0
         body = Encoded(bytes(row.body), row.body_type)
-        delay = undo_delay(row, self.declared.using)
+        one = self._open_undos().filter(pk=row.pk)
+        delay = undo_delays(one, self.declared.using).get(row.request_id)
         sent = self._send(row.destination, body, turn, undoes, delay=delay)
         self.run.wait(
             WaitsFor.UNDO,

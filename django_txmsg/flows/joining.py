@@ -23,7 +23,7 @@ from ..models import Batch, Branch, FlowUndo, Run
 from ..sending.answering import hop
 from ..sending.outbox import Encoded, send_parts
 from ..sending.pending import reschedule_message
-from ..sending.undoing import undo_delay
+from ..sending.undoing import undo_delays
 from .declaration import Declaration, Step
 from .unread import Unread
 from .values import OURS, Answers, TimedOut
@@ -198,8 +198,9 @@ def ended(
         run=run, confirmed_at=None, request_id__in=left.values("request_id")
     )
     if run.undos:
+        delays = undo_delays(undos, using)
         send_parts(
-            [_undo(row, run, headers, using) for row in undos.order_by("-number")],
+            [_undo(row, run, headers, delays) for row in undos.order_by("-number")],
             using=using,
             broker=declared.broker,
         )
@@ -208,7 +209,10 @@ def ended(
 
 
 def _undo(
-    row: FlowUndo, run: Run, headers: Mapping[str, str], using: str
+    row: FlowUndo,
+    run: Run,
+    headers: Mapping[str, str],
+    delays: Mapping[uuid.UUID | None, dt.timedelta],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     assert row.request_id is not None  # by the query
     undone = wire.Undone(row.request_id, row.created_at, row.answered)
@@ -216,6 +220,6 @@ def _undo(
         "destination": row.destination,
         "body": Encoded(bytes(row.body), row.body_type),
         "headers": {wire.CORRELATION_ID: run.correlation_id},
-        "delay": undo_delay(row, using),
+        "delay": delays.get(row.request_id),
     }
     return message, {**headers, wire.UNDOES: str(undone)}

@@ -92,15 +92,23 @@ def was_done(undone: wire.Undone, stage: str, destination: str, using: str) -> b
     return not all(revoked)
 
 
-def undo_delay(undo: FlowUndo, using: str) -> dt.timedelta | None:
-    """Return how long an undo must wait before it is sent, or None. A foreign
-    participant has no inbox in which an undo revokes its request. So its undo is sent
-    after the request was answered, or after the request has expired."""
-    if undo.answered or undo.destination not in foreign:
-        return None
-    requests = OutboxMessage.objects.using(using).filter(message_id=undo.request_id)
-    until = requests.values_list("expires_at", flat=True).first()
-    return until and max(until - clock(using), dt.timedelta(0))
+def undo_delays(
+    undos: QuerySet[FlowUndo], using: str
+) -> dict[uuid.UUID | None, dt.timedelta]:
+    """Return how long undos must wait before they are sent, by the ids of the requests.
+    A foreign participant has no inbox in which an undo revokes its request. So its undo
+    is sent after the request was answered, or after the request has expired."""
+    waiting = undos.filter(answered=False, destination__in=foreign)
+    requests = OutboxMessage.objects.using(using).filter(
+        message_id__in=waiting.values("request_id"), expires_at__gt=Now()
+    )
+    # A request may have been sent again: the last expiry counts.
+    rows = requests.order_by("expires_at").values_list("message_id", "expires_at")
+    found = {message_id: until for message_id, until in rows if until is not None}
+    if not found:
+        return {}
+    now = clock(using)
+    return {one: max(until - now, dt.timedelta(0)) for one, until in found.items()}
 
 
 def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:

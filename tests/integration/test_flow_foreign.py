@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
 
 from django_txmsg import Destination, send_message, stages
 from django_txmsg.envelope.broker_url import split_url
 from django_txmsg.flows import Answers, Dead, Flow, Next, TimedOut, cancel, start, step
-from django_txmsg.models import OutboxMessage, Run
+from django_txmsg.models import Batch, OutboxMessage, Run
 from django_txmsg.testing import answers, drain
 from django_txmsg.testing.frames import Frame
 from tests.faults import wait_until
@@ -71,8 +72,9 @@ class Quote(Flow[Ask, int], name=f"{HERE}.quote", within=dt.timedelta(hours=1)):
 class Either(Flow[Ask, int], name=f"{HERE}.either", within=dt.timedelta(hours=1)):
     @step
     def start(self, ask: Ask) -> Next[int]:
-        both = [self.branch(price, Ask(one), undo=forget) for one in (1, 2)]
-        return self.gather(both, then=self.gathered, enough=1)
+        all_of_them = range(1, 3 + ask.amount)
+        asked = [self.branch(price, Ask(one), undo=forget) for one in all_of_them]
+        return self.gather(asked, then=self.gathered, enough=1)
 
     @step
     def gathered(self, answers: Answers[Priced]) -> Next[int]:
@@ -177,21 +179,36 @@ def test_undo_of_an_answered_request_leaves_at_once() -> None:
 
 
 def test_undo_of_what_a_join_leaves_over_leaves_after_the_deadline() -> None:
+    end_join(0)
+    _, second = OutboxMessage.objects.filter(destination=str(price)).order_by("pk")
+    assert sent(forget).due_at >= second.expires_at
+
+
+def test_undos_of_more_open_requests_of_a_join_cost_no_more_queries() -> None:
+    few, many = end_join(0), end_join(20)
+    assert OutboxMessage.objects.filter(destination=str(forget)).count() == 22
+    assert many - few < 5
+
+
+def end_join(more: int) -> int:
+    """Answer the first of `more` + 2 requests, which ends the join. Return the number
+    of queries of its end."""
     with txmsg(**IMPATIENT), at_hand(Either):
         with transaction.atomic():
-            start(Either, Ask(0))
+            run = start(Either, Ask(more))
         drain(f"{HERE}.either")
-        first, second = OutboxMessage.objects.filter(destination=str(price)).order_by(
-            "pk"
-        )
+        batch = Batch.objects.get(run=run)
+        request = batch.rows().get(number=0)
+        first = OutboxMessage.objects.get(message_id=request.request_id)
         with transaction.atomic():
             send_message(
                 f"{HERE}.either.steps",
                 {"amount": 10},
                 headers={"correlation-id": first.correlation_id},
             )
-        drain(f"{HERE}.either.steps")
-    assert sent(forget).due_at >= second.expires_at
+        with CaptureQueriesContext(connection) as queries:
+            drain(f"{HERE}.either.steps")
+    return len(queries)
 
 
 def sent(destination: object) -> OutboxMessage:
