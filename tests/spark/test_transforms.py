@@ -524,6 +524,32 @@ def test_a_letter_goes_with_its_message_wherever_that_is_expected(spark) -> None
     ]  # fmt: skip
 
 
+def test_topic_message_that_died_before_any_stage_listened_is_judged_once(
+    spark,
+) -> None:
+    """Two messages died at the relay, and were redelivered after a stage had begun to
+    listen. It received one of them."""
+    topic = "topic:t"
+    messages = sent(
+        spark,
+        *[("a", one, topic, at(0), None, None, at(1)) for one in ("got", "lost")],
+        *[("a", one, topic, at(60), None, at(61)) for one in ("got", "lost")],
+    )
+    receipts = received(
+        spark, ("b", "s", "got", topic, at(60), at(62), at(63), None, 1)
+    )
+
+    verdicts = reconcile(
+        messages, receipts, expected(spark, (topic, "b/s", at(30))),
+        horizon=HORIZON, late_after=LATE,
+    )  # fmt: skip
+
+    rows = verdicts.select("message_id", "consumer", "verdict").collect()
+    assert sorted(map(tuple, rows), key=str) == [
+        ("got", "b/s", "ok"), ("lost", "b/s", "never_received"),
+    ]  # fmt: skip
+
+
 def test_places_tell_who_listens_and_how_long_messages_take(spark) -> None:
     rows = received(
         spark,
@@ -599,7 +625,7 @@ def model(
     for key in stored.keys() | receipt.keys():
         message, destination, pair = key
         rows, sent_rows = receipt.get(key, []), stored.get(key, [])
-        if not sent_rows:  # It was not expected there.
+        if not sent_rows or not pair:  # It was not expected there, or by no stage.
             sent_rows = whole.get((message, destination), [])
         all_dead = bool(sent_rows) and all(f == "dead" for _, f in sent_rows)
         if destination != "q" and not pair and not all_dead:

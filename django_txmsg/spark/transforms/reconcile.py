@@ -139,10 +139,13 @@ def _complete(journeys: DataFrame) -> DataFrame:
     the whole message. Only a topic's message has several.
 
     A dead letter without a stage belongs to a message that could not leave, wherever
-    that is expected. And a message may have been received where it was not expected.
+    that is expected. And a message may have been received where it was not expected. A
+    row without a listener has the fate of the whole message: this one may have died
+    before the first stage listened, and have been sent again since.
     """
     message = Window.partitionBy("message_id", "destination")
     unexpected = (sf.col("stored") == 0) & sf.col("received_at").isNotNull()
+    partial = unexpected | ((sf.col("pair") == "") & (sf.col("stored") > 0))
     of_letter = ("copied_at", *RESOLUTIONS.values())
     first = ("stored_at", "due_at", "sender", "broker")
     last = ("sent_again_at", "due_again_at", "dispatched_at", "died_at", "expires_at")
@@ -164,7 +167,7 @@ def _complete(journeys: DataFrame) -> DataFrame:
     return journeys.withColumns(
         {name: sf.greatest(name, whole) for name, whole in alone.items()}
         | {
-            name: sf.when(unexpected, whole).otherwise(sf.col(name))
+            name: sf.when(partial, whole).otherwise(sf.col(name))
             for name, whole in sent.items()
         }
     )
