@@ -31,7 +31,7 @@ from ..models.dead_letter import Resolution
 from ..models.fields import clock
 from ..models.monitoring import Deed
 from ..monitoring import turns
-from ..sending import undoing
+from ..rules.dead_letters import resolver
 from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
 from .audit import audit, audited
@@ -201,16 +201,8 @@ def _of_letter(letter: DeadLetter) -> Iterator[Event]:
     times = f", death {letter.deaths}" if letter.deaths > 1 else ""
     yield Event(letter.created_at, "buried", where, f"{letter.reason}{times}", "bad")
     if letter.resolved_at is not None:
-        by = _resolved_by(letter)
+        by = resolver(letter.resolved_by)
         yield Event(letter.resolved_at, letter.resolution, where, by, "good")
-
-
-def _resolved_by(letter: DeadLetter) -> str:
-    """Return who has resolved a dead letter, or why it was closed without an
-    operator."""
-    if letter.resolved_by == undoing.GONE_ON:
-        return "because its flow has gone on"
-    return f"by {letter.resolved_by}" if letter.resolved_by else ""
 
 
 #: Most attempts that are shown, newest first.
@@ -248,7 +240,7 @@ class MessagePages(Pages):
             letters = list(rows.defer("body").order_by("pk"))
             for letter in letters:
                 letter.order = turns.note(letter)
-                letter.by = _resolved_by(letter)
+                letter.by = resolver(letter.resolved_by)
                 if letter.resolution == Resolution.DISCARDED:
                     stage = letter.stage or letter.destination
                     row = next((o for o in inbox if o.stage == stage), None)

@@ -24,6 +24,7 @@ from ..models.fields import KEY_LENGTH, clock
 from ..models.outbox_store import NewMessage
 from ..models.run import WaitsFor
 from ..models.worker import living
+from ..rules.dead_letters import GONE_ON
 from ..sending import answering, storing, undoing
 from ..stages import all_stages, consumers
 from . import burial
@@ -86,7 +87,7 @@ def redeliver(
         # runs it, the arrival of the message inserts a row again.
         inbox.filter(pk__in=ended, revoked_at=None).delete()
         _store_again(sent, using)
-    _resolve(gone, using, Resolution.DISCARDED, undoing.GONE_ON)
+    _resolve(gone, using, Resolution.DISCARDED, GONE_ON)
     if again := [*parked, *sent]:
         # They came too late to stop the attempt that failed.
         requests = StopRequest.objects.using(using)

@@ -30,6 +30,18 @@ def is_open(stage: str) -> Rule:
 MUTED = Rule("{muted} AND ({muted_until} IS NULL OR {muted_until} > {now})")
 
 
+#: Who has resolved a dead letter that is of no use any more.
+GONE_ON = "revoked: its flow has gone on"
+
+
+def resolver(by: str) -> str:
+    """Return who has resolved a dead letter, or why it was closed without an operator,
+    from its `resolved_by`."""
+    if by == GONE_ON:
+        return "because its flow has gone on"
+    return f"by {by}" if by else ""
+
+
 #: Dead letters in the first batch. Later batches are larger.
 FIRST_BATCH = 100
 #: The lowest and highest rate that can be requested, in messages a second.

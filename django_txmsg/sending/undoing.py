@@ -20,6 +20,7 @@ from ..models import DeadLetter, FlowUndo, InboxMessage, OutboxMessage, Run
 from ..models.dead_letter import Resolution
 from ..models.fields import clock
 from ..models.run import WaitsFor
+from ..rules.dead_letters import GONE_ON
 from .answering import Address, Cancelled
 from .outbox import send_part
 from .typed_name import foreign
@@ -28,8 +29,6 @@ from .typed_name import foreign
 IN_DOUBT = "undo_in_doubt"
 #: How much earlier than the inbox forgets a request counts as old.
 CLOCKS_DIFFER = dt.timedelta(hours=1)
-#: Who has resolved a dead letter that is of no use any more.
-GONE_ON = "revoked: its flow has gone on"
 
 
 def if_done(

@@ -18,7 +18,7 @@ from django.utils import timezone
 
 from django_txmsg import conf, wire
 from django_txmsg.models import InboxMessage, OutboxMessage
-from django_txmsg.sending import undoing
+from django_txmsg.rules.dead_letters import GONE_ON
 from tests import factories
 
 SCRIPT = "<script>alert('x')</script>"
@@ -76,7 +76,7 @@ def test_page_shows_facts_timeline_attempts_and_body(operator: Client) -> None:
     assert "&quot;order&quot;: 1" in page
 
 
-@pytest.mark.parametrize("by", [undoing.GONE_ON, "linus"])
+@pytest.mark.parametrize("by", [GONE_ON, "linus"])
 def test_revoked_message_is_not_offered_for_restoring(
     operator: Client, by: str
 ) -> None:
@@ -94,7 +94,7 @@ def test_revoked_message_is_not_offered_for_restoring(
     assert "It cannot be restored: its flow has gone on without it." in page
     assert "by revoked" not in page
     gone_on = "because its flow has gone on" in page
-    assert gone_on == (by == undoing.GONE_ON)
+    assert gone_on == (by == GONE_ON)
 
 
 def test_timeline_shows_the_time_between_steps(operator: Client) -> None:

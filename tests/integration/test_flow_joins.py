@@ -64,7 +64,7 @@ from django_txmsg.models import (
 from django_txmsg.models.batch import Progress
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import retention
-from django_txmsg.sending import undoing
+from django_txmsg.rules.dead_letters import GONE_ON
 from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect
@@ -406,7 +406,7 @@ def test_a_request_that_the_broker_refuses_is_answered_at_once(
     bulk.finish(bulk.start("redeliver", {}))
     drain()
     letter.refresh_from_db()
-    assert (letter.resolution, letter.resolved_by) == ("discarded", undoing.GONE_ON)
+    assert (letter.resolution, letter.resolved_by) == ("discarded", GONE_ON)
     assert effects() == ["price 1"]
 
 
@@ -431,7 +431,7 @@ def test_a_join_closes_the_dead_letter_of_a_foreign_answer() -> None:
     assert (letter.reason, letter.correlation_id) == ("invalid_body", f"{ticket}/1")
     drain("tour.flow.steps", "tour.forget", ahead=2 * HOUR)
     letter.refresh_from_db()
-    assert (letter.resolution, letter.resolved_by) == ("discarded", undoing.GONE_ON)
+    assert (letter.resolution, letter.resolved_by) == ("discarded", GONE_ON)
 
 
 def test_requests_that_have_not_left_expire_with_their_join() -> None:

@@ -7,6 +7,7 @@ import uuid
 
 import pytest
 
+from django_txmsg.rules.dead_letters import GONE_ON
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from tests.spark.archives import archive
@@ -48,6 +49,29 @@ def test_a_message_is_shown_from_databases_and_lake(make_log, lake: LakeSpec) ->
     assert "know 'nothing'" in outcome(spec, "show", "nothing").lines[0]
     # Who looks leaves no trace.
     assert shop.value("SELECT count(*) FROM django_txmsg_pipelinerun") == 0
+
+
+@pytest.mark.parametrize(
+    ("by", "words"),
+    [
+        ("linus", " by linus"),
+        (GONE_ON, " because its flow has gone on"),
+        ("", ""),
+    ],
+)
+def test_a_resolved_letter_is_shown_with_its_resolver(
+    make_log, by: str, words: str
+) -> None:
+    log: Log = make_log("sqlite")
+    message = uuid.uuid4()
+    log.bury(
+        [{"message_id": message, "resolution": "discarded", "resolved_by": by,
+          "resolved_at": LONG_AGO + MINUTE}]
+    )  # fmt: skip
+
+    [_, resolved] = run(JobSpec((log.spec,)), "show", str(message))["steps"]
+
+    assert resolved["what"] == f"dead letter discarded{words}"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from ...models.dead_letter import Resolution
 from ...models.fields import clock, local
 from ...models.monitoring import Deed
 from ...monitoring import dead, turns
-from ...sending.undoing import GONE_ON
+from ...rules.dead_letters import GONE_ON
 from ...stages import all_stages
 from ..terminal import (
     DatabaseCommand,

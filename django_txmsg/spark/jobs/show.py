@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ...rules.dead_letters import resolver
 from ..batchlog import is_mounted
 from ..databases import open_database
 from ..errors import spoilt
@@ -45,7 +46,7 @@ _STEPS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "attempts": (("failed_at", "attempt {number} of {stage} failed: {exception}"),),
     "dead_letters": (
         ("created_at", "dead letter: {reason}"),
-        ("resolved_at", "dead letter {resolution} by {resolved_by}"),
+        ("resolved_at", "dead letter {resolution} {resolver}"),
     ),
     "flow_steps": (("created_at", "step {step} of run {run_id}; then: {then}"),),
     "flow_undos": (
@@ -142,6 +143,7 @@ def _steps(
     table: Table, place: str, row: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     first: dt.datetime | None = None
+    row = {**row, "resolver": resolver(row.get("resolved_by") or "")}
     for name, words in _STEPS[table.name]:
         at = row.get(name)
         # When it is due is news only if that is later.
@@ -151,5 +153,5 @@ def _steps(
         shown = {key: str(value).partition("\n")[0] for key, value in row.items()}
         yield {
             "at": at, "message_id": row["message_id"], "service": row["service"],
-            "what": words.format(**shown), "place": place,
+            "what": words.format(**shown).rstrip(), "place": place,
         }  # fmt: skip
