@@ -200,16 +200,26 @@ class DayFiles:
             writer.add_key_value_metadata(tallying.footer())
         writer.close()
         stream.close()
-        info = self.files.get_file_info(f"{self.root}/{path}")
+        full = f"{self.root}/{path}"
+        with (
+            self.files.open_input_file(full) as written,
+            pq.ParquetFile(written) as found,
+        ):
+            rows = found.metadata.num_rows
+            # prove() converts the columns to their types before it compares the rows.
+            # Spark does not, and cannot read a column whose type is another one.
+            if not found.schema_arrow.equals(writer.schema):
+                raise VerificationRefused(
+                    f"{full} has other columns than were written."
+                )
+        info = self.files.get_file_info(full)
         self._closed.append(
             LakeFile(
                 path=path,
                 service=self.service,
                 day=key[0],
                 size=info.size,
-                rows=pq.read_metadata(
-                    f"{self.root}/{path}", filesystem=self.files
-                ).num_rows,
+                rows=rows,
                 modified_ms=int(info.mtime.timestamp() * 1000) if info.mtime else 0,
             )
         )

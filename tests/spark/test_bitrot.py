@@ -8,7 +8,7 @@ import random
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,45 @@ def flipped(path: Path, place: int, bit: int = 3) -> Iterator[None]:
 
 def read(path: Path) -> pa.Table:
     return pa.Table.from_batches(rows_of(fs.LocalFileSystem(), str(path)))
+
+
+def retyped(path: Path, column: str) -> bytes:
+    """Return a file with a flipped bit in its footer, with which the column is read as
+    an integer, and the other columns as they are."""
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[-8:-4], "little")
+    right = pq.read_schema(path)
+    wrong = right.set(right.get_field_index(column), pa.field(column, pa.int64()))
+    for bit in range(8 * length):
+        spoilt = bytearray(whole)
+        spoilt[-8 - length + bit // 8] ^= 1 << bit % 8
+        with suppress(OSError, ValueError, pa.ArrowException):
+            if pq.read_schema(pa.BufferReader(bytes(spoilt))).equals(wrong):
+                return bytes(spoilt)
+    raise AssertionError("no bit of the footer does this")
+
+
+def test_a_file_with_a_wrong_type_is_refused_and_its_rows_stay(
+    make_log, lake: LakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit of the footer flips on the way to the disk, so an instant has become a
+    number. Converted back, it would be right, but Spark cannot read the file."""
+    log: Log = make_log("sqlite")
+    log.send_many(20)
+    closed = pq.ParquetWriter.close
+
+    def close(writer: pq.ParquetWriter) -> None:
+        was_open = writer.is_open
+        closed(writer)
+        if was_open:
+            [path] = path_of(lake).glob("service=*/day=*/*.parquet")
+            path.write_bytes(retyped(path, "created_at"))
+
+    monkeypatch.setattr(pq.ParquetWriter, "close", close)
+
+    with pytest.raises(VerificationRefused, match="other columns"):
+        archive(None, log, lake)
+    assert log.count() == 20
 
 
 @pytest.mark.parametrize(
