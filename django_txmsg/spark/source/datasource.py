@@ -4,7 +4,8 @@ requests, and writes messages into an outbox.
 Options for all: `url`, `service`, `table` (outbox, inbox, attempts, dead_letters),
 `passwordEnv` (the *name* of the environment variable with the password). For reads:
 `partitions`, `snapshot` (see `snapshot.snapshot()`), and `since` and `until`, which are
-compared with the table's clock. For streams: `follow` (stored or changed),
+compared with the table's clock. `spark.sql.python.filterPushdown.enabled` must stay on:
+Spark refuses these readers without it. For streams: `follow` (stored or changed),
 `maxRowsPerBatch`, and `stuckAfter` (the seconds for which an open transaction may block
 the stream). For writes: `run` and `rate`.
 
