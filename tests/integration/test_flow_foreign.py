@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from django_txmsg.testing.frames import Frame
 from tests.faults import wait_until
 from tests.raw_client import RawClient
 from tests.running import IMPATIENT, committing, running, ship, txmsg
+from tests.running import step as take
 from tests.services.stomp_server import PASSWORD, USER, StompServer
 from tests.shelved_flows import at_hand, shelved
 
@@ -168,6 +170,25 @@ def test_undo_of_an_open_request_leaves_after_the_deadline_of_the_request() -> N
             cancel(run)
         drain(f"{HERE}.quote.steps")
     request, undo = sent(price), sent(forget)
+    assert undo.due_at >= request.expires_at > undo.created_at
+
+
+def test_undo_of_a_withdrawn_request_that_may_have_arrived_leaves_late() -> None:
+    """A relay sent the request, and got no receipt. The row counts no attempt."""
+    with txmsg(**IMPATIENT), at_hand(Quote):
+        run = asked(7)
+        ship()
+        take(stages.find([f"{HERE}.quote"])[0])
+        rows, token = OutboxMessage.objects, uuid.uuid4()
+        ids = [sent(price).pk]
+        assert rows.claim(broker="default", token=token, lease=60, limit=1, ids=ids)
+        assert rows.release(ids, token, delay=60)
+        with transaction.atomic():
+            cancel(run)
+        ship()
+        take(stages.find([f"{HERE}.quote.steps"])[0])
+    request, undo = sent(price), sent(forget)
+    assert (request.state, request.attempts) == ("cancelled", 0)
     assert undo.due_at >= request.expires_at > undo.created_at
 
 
