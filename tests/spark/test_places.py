@@ -154,3 +154,16 @@ def test_a_consumer_that_works_in_batches_shows_no_difference() -> None:
     hour, day = 3600, 24 * 60
     assert differences([between(hour, 12 * hour, minutes=90 * day)], []) == []
     assert differences([between(120, 600, minutes=2 * day)], []) == []
+
+
+def test_a_renamed_service_has_one_clock() -> None:
+    former = {"old": "a", "was": "b"}
+    [found] = differences(
+        [between(7200, 7201), replace(between(7200, 7201), sender="old"),
+         replace(between(7200, 7201), receiver="was"),
+         replace(between(7200, 7201), sender="was")],
+        [], former,
+    )  # fmt: skip
+    assert (found.sender, found.receiver) == ("a", "b")
+    prompt = Line(T0.date(), "q", "old", "was/s", False, None, 1, 0, 0)
+    assert differences([between(7200, 7201)], [prompt], former) == []

@@ -366,6 +366,32 @@ def test_a_renamed_service_keeps_its_history(spark, make_log, lake: LakeSpec) ->
     assert run(alone, "erase", "--key", "k", *own)["lake"]["outbox"] == 2
 
 
+@pytest.mark.parametrize("judged_before", [False, True])
+def test_the_clock_of_a_renamed_sender_makes_no_message_late(
+    make_log, lake: LakeSpec, judged_before: bool
+) -> None:
+    """The receiver's clock is two hours ahead. The sender was called `store`, so its
+    receipts, and journeys that are older than the new name, name it so."""
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    times = {one: NOW - DAY + n * HOUR for n, one in enumerate(ids(4))}
+    shop.send([{"message_id": one, "created_at": at} for one, at in times.items()])
+    payments.receive(
+        [{"message_id": one, "created_at": at, "first_received_at": at + 2 * HOUR,
+          "service": "store"} for one, at in times.items()]
+    )  # fmt: skip
+    if judged_before:
+        spec = JobSpec((replace(shop.spec, service="store"), payments.spec), lake)
+        for source in spec.services:
+            run(JobSpec((source,), lake), "archive", "--older-than", "1h")
+        assert run(spec, *JUDGE)["counts"] == {"ok": 4}
+
+    renamed = replace(lake, former={"store": "shop"})
+    facts = run(JobSpec((shop.spec, payments.spec), renamed), *JUDGE)
+
+    assert facts["counts"] == {"ok": 4}
+    assert [one["sender"] for one in facts["clocks"]] == ["shop"]
+
+
 @committing
 def test_stages_without_inbox_rows_lose_nothing(spark, settings) -> None:
     """Stages of two modes record only redeliveries. The topic's stage fails at the

@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import datetime as dt
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, groupby
@@ -77,16 +77,31 @@ class Difference:
         )
 
 
-def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Difference]:
+def differences(
+    places: Iterable[Place], prompt: Sequence[Line], former: Mapping[str, str] = {}
+) -> list[Difference]:
     """Compute the differences between the clocks of services from the transit times of
     messages. `prompt` are counts of promptly processed messages, from the footers of
-    files. If two services exchanged such messages, their clocks agree."""
+    files. If two services exchanged such messages, their clocks agree. `former` maps
+    former names of services to present ones."""
+
+    def now(name: str) -> str:
+        return former.get(name, name)
+
     between = attrgetter("sender", "receiver")
-    away = [one for one in places if one.messages and one.sender != one.receiver]
+    named = (
+        dataclasses.replace(one, sender=now(one.sender), receiver=now(one.receiver))
+        for one in places
+        if one.messages
+    )
+    away = [one for one in named if one.sender != one.receiver]
     soon = {
-        ((one.sender, one.consumer.partition("/")[0], one.destination), one.sent_on)
+        (
+            (now(one.sender), now(one.consumer.partition("/")[0]), one.destination),
+            one.sent_on,
+        )
         for one in prompt
-        if one.consumer
+        if one.consumer and one.sender
     }
     found = []
     for pair, group in groupby(sorted(away, key=between), between):
@@ -113,12 +128,17 @@ def _shows(place: Place, least: dt.timedelta) -> bool:
     return alike and (behind or spread < SPREAD * (place.last_at - place.first_at))
 
 
-def _while(place: Place, between: tuple[str | None, str, str], day: dt.date) -> bool:
+def _while(place: Place, between: tuple[str, str, str], day: dt.date) -> bool:
     return (
         place.sender,
         place.receiver,
         place.destination,
     ) == between and place.first_at.date() <= day <= place.last_at.date()
+
+
+def _names(service: str, former: Mapping[str, str]) -> list[str]:
+    """Return a service's present name and its former ones."""
+    return [service, *(old for old, new in former.items() if new == service)]
 
 
 #: The default of `--late-after`, and of `--stuck-after`.
@@ -215,7 +235,8 @@ def run_reconcile(
         tallied = _tallied(journeys, marks, least, listening.expected)
         settled = journeys.read(but=tallied)
         known = rest if settled is None else rest.unionByName(settled)
-        clocks = differences(there, lines)
+        former = spec.lake.former if spec.lake is not None else {}
+        clocks = differences(there, lines, former)
         receivers = {(one.receiver, one.destination) for one in there}
         receivers |= {
             (one.consumer.partition("/")[0], one.destination)
@@ -227,8 +248,12 @@ def run_reconcile(
             receivers=receivers
             | {(one.service, one.destination) for one in spec.subscriptions},
             received={destination for _, destination in receivers},
+            # Old journeys name services as they were called.
             clocks=[
-                (one.sender, one.receiver, one.ahead // MICROSECOND) for one in clocks
+                (sender, receiver, one.ahead // MICROSECOND)
+                for one in clocks
+                for sender in _names(one.sender, former)
+                for receiver in _names(one.receiver, former)
             ],
         )
         counts = list(chain.from_iterable(tallied.values()))
