@@ -81,9 +81,9 @@ SCHEMA_FORMAT = "application/schema+json;version=draft-2020-12"
 
 #: Keys of a message: the version of its type, and the oldest version that can read it.
 VERSION, READABLE_FROM = "x-txmsg-version", "x-txmsg-readable-from"
-#: The schemas of the older versions that can read it, by version. Readability is not
-#: transitive: if each version can read the next, the first still need not be able to
-#: read the last.
+#: The schemas of all older versions, by version. Bodies of each may still be on their
+#: way. And readability is not transitive: if each version can read the next, the first
+#: still need not be able to read the last.
 READERS = "x-txmsg-readers"
 
 Contract = dict[str, Any]
@@ -172,9 +172,8 @@ class _Builder:
             oldest = self._oldest_reader(body, schema, older)
             described[VERSION] = body.version
             described[READABLE_FROM] = oldest
-            readers = {v: one for v, one in older.items() if int(v) >= oldest}
-            if readers:
-                described[READERS] = readers
+            if older:
+                described[READERS] = older
             described["headers"] = {
                 "type": "object",
                 "properties": {wire.TYPE: {"type": "string"}},

@@ -299,7 +299,40 @@ def test_every_declared_reader_can_read_a_new_version() -> None:
 
     # Version 2 reads 3, and version 1 reads 2; but version 1 does not read 3.
     assert found == [1, 1, 2]
-    assert list(message["x-txmsg-readers"]) == ["2"]
+    assert list(message["x-txmsg-readers"]) == ["1", "2"]
+
+
+def test_bodies_of_every_older_version_stay_readable() -> None:
+    """Version 2 cannot be read by version 1, but the bodies of version 1 may wait."""
+
+    @dataclass
+    class Counted:
+        number: str
+        count: int
+
+    @dataclass
+    class Plain:
+        number: str
+
+    @dataclass
+    class Named:
+        number: str
+        count: str = ""
+
+    agreed: contracts.Contract = {}
+    for version, cls in enumerate((Counted, Plain), start=1):
+        message_type("shop.Order", version=version)(cls)
+        both = {"orders.place": cls}
+        agreed = contract(agreed, takes=both, sends=both)
+
+    message_type("shop.Order", version=3)(Named)
+    with service(takes={"orders.place": Named}):
+        now = contracts.build(agreed)
+        found = [str(one) for one in contracts.breaking(agreed, now)]
+        upgrade("shop.Order", from_version=1)(dict)
+        assert contracts.breaking(agreed, now) == []
+
+    assert found == [f"shop.Order: $.count: type; {IN}"]
 
 
 def test_a_version_must_stay_readable_by_all_declared_readers() -> None:
