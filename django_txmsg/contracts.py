@@ -94,7 +94,7 @@ def build(committed: Contract | None = None) -> Contract:
 
     `committed` is the previous contract. Its schemas show which old versions of a type
     can read the type's new version. Raises ConfigurationError if no codec handles a
-    type.
+    type, or if two different types have one name.
     """
     return _Builder(committed or {}).build()
 
@@ -157,8 +157,6 @@ class _Builder:
             self._describe(message, one)
 
     def _describe(self, name: str, body: BodyType) -> None:
-        if name in self._messages:
-            return
         described: Contract = {"name": name, "contentType": wire.JSON}
         schema = body.codec.schema(body.annotation)
         if schema is not None:
@@ -178,7 +176,11 @@ class _Builder:
                 "type": "object",
                 "properties": {wire.TYPE: {"type": "string"}},
             }
-        self._messages[name] = described
+        if self._messages.setdefault(name, described) != described and body.name:
+            raise ConfigurationError(
+                f"Two types of messages with different schemas or versions are named "
+                f"{name!r}. Give one of them another name: @message_type(…)."
+            )
 
     def _older(self, body: BodyType) -> Contract:
         """Return the schemas of a type's earlier versions, as the committed contract

@@ -335,6 +335,26 @@ def test_bodies_of_every_older_version_stay_readable() -> None:
     assert found == [f"shop.Order: $.count: type; {IN}"]
 
 
+@pytest.mark.parametrize("other", [Unversioned, Compatible])
+def test_two_types_of_one_name_are_refused(other: type, tmp_path: Path) -> None:
+    file = str(tmp_path / "contract.json")
+    given = {"takes": ORDER, "sends": {"elsewhere": other}}
+
+    with service(**given), pytest.raises(CommandError, match=r"named 'shop\.Order'"):
+        run("export", file)
+
+
+def test_the_same_declaration_twice_is_no_second_type() -> None:
+    @message_type("shop.Cancel")
+    @dataclass
+    class Cancel:
+        number: str
+
+    both = {"orders.place": Cancel, "orders.other": globals()["Cancel"]}
+
+    assert "shop.Cancel" in contract(sends=both)["components"]["messages"]
+
+
 def test_a_version_must_stay_readable_by_all_declared_readers() -> None:
     agreed = contract(sends={"orders.told": invoice(1)})
     agreed = contract(agreed, sends={"orders.told": invoice(2, "may be left out")})
