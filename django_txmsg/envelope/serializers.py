@@ -12,6 +12,7 @@ import datetime as dt
 import decimal
 import json
 import math
+import re
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from ..errors import DecodeError, InvalidMessage
 
 #: Charsets of domain names. Python takes hours to decode a body of 16 MB in them.
 _SLOW_CHARSETS = frozenset({"idna", "punycode"})
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def encode(body: object) -> tuple[bytes, str]:
@@ -74,6 +77,13 @@ def loads(text: bytes | str, parse_float: Callable[[str], Any] | None = None) ->
         )
     except (ValueError, RecursionError, ArithmeticError) as error:
         raise DecodeError("undecodable_body", f"not valid JSON: {error}") from error
+
+
+def is_storable(value: Any) -> bool:
+    """Return whether PostgreSQL can store a JSON value in a column of JSON: no text in
+    it contains a NUL or a lone surrogate."""
+    text = json.dumps(value, ensure_ascii=False).replace("\\\\", "")
+    return "\\u0000" not in text and not _SURROGATE.search(text)
 
 
 def is_json(content_type: str) -> bool:

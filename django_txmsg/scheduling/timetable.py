@@ -262,8 +262,11 @@ def make_recurring(
         "headers": dict(one.headers or {}),
         "expires": None if one.expires is None else one.expires.total_seconds(),
     }
-    if "\\u0000" in json.dumps([name, given]).replace("\\\\", ""):
-        raise InvalidMessage(f"{name!r} contains a NUL, which PostgreSQL cannot store.")
+    if not serializers.is_storable([name, given]):
+        raise InvalidMessage(
+            f"{name!r} contains a NUL or half of a surrogate pair, which PostgreSQL "
+            f"cannot store."
+        )
     rows = adopt(router.db_for_write(Schedule))
     rows.make(conf.get().SERVICE, name, given, str(one.cron))
 

@@ -17,6 +17,7 @@ from django.db import transaction
 from django.utils import timezone
 
 from ..brokers.database import ask
+from ..envelope import serializers
 from ..envelope.message import Message
 from ..errors import BrokerUnavailable, TxmsgError
 from ..models import TaskRun
@@ -138,7 +139,7 @@ def _query(using: str, query: Callable[[], T]) -> T:
 
 def call(result: AnyResult) -> Any:
     """Call the function of a task, and return its return value as a JSON value. Raises
-    ValueError for NaN and infinities."""
+    ValueError for NaN, infinities, and text that PostgreSQL cannot store."""
     task: AnyTask = result.task
     args: list[Any] = [TaskContext(task_result=result)] if task.takes_context else []
     value = normalize_json(task.call(*args, *result.args, **result.kwargs))
@@ -150,6 +151,11 @@ def call(result: AnyResult) -> Any:
             "that contains one, and JSON has neither. Let it return None or text "
             "instead."
         ) from None
+    if not serializers.is_storable(value):
+        raise ValueError(
+            f"The task {task.module_path} returned text with a NUL or half of a "
+            "surrogate pair, which PostgreSQL cannot store."
+        )
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import uuid
@@ -80,6 +81,12 @@ def fail_within() -> None:
 def return_object() -> Any:
     """Return an object that JSON cannot express."""
     return object()
+
+
+@task
+def return_decoded(text: str) -> Any:
+    """Return a list with a text that is given as a Python literal."""
+    return {"names": ["a", ast.literal_eval(text)]}
 
 
 @task

@@ -242,6 +242,24 @@ def test_a_number_that_json_has_not_fails_the_task_in_plain_words(
     assert "tests.app.jobs.return_number returned NaN or an infinity" in error.traceback
 
 
+@pytest.mark.parametrize("text", [r"'a\x00'", r"'\ud800'", r"{'\\\x00': 1}"])
+def test_text_that_no_column_stores_fails_the_task_in_plain_words(
+    text: str, mode: str
+) -> None:
+    result = finished(jobs.return_decoded.enqueue(text))
+
+    assert result.status == FAILED
+    (error,) = result.errors
+    assert error.exception_class is ValueError
+    assert "tests.app.jobs.return_decoded returned text with a NUL" in error.traceback
+
+
+def test_text_with_an_escaped_nul_is_a_return_value(mode: str) -> None:
+    result = finished(jobs.return_decoded.enqueue(r"'\\u0000 \\ud800 \U0001f600'"))
+
+    assert result.return_value == {"names": ["a", "\\u0000 \\ud800 \U0001f600"]}
+
+
 def test_a_return_value_is_kept(mode: str) -> None:
     assert finished(jobs.meaning_of_life.enqueue()).return_value == 42
     result = jobs.meaning_of_life.get_result(jobs.meaning_of_life.enqueue().id)
