@@ -7,9 +7,11 @@ file beside the database.
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
 from .connection import Connection, connect_plain
@@ -129,6 +131,12 @@ def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
             "SELECT file FROM pragma_database_list WHERE name = 'main'"
         )
         lock = Path(f"{path}.run-{run_id}.lock")
+        # Killed runs have left theirs. A young one may not be locked yet.
+        for old in lock.parent.glob(f"{glob.escape(Path(path).name)}.run-*.lock"):
+            with suppress(OSError), old.open() as file:
+                if old.stat().st_mtime < time.time() - 86_400:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    old.unlink()
         with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:

@@ -4,10 +4,12 @@ copy of the database, the next run removes the copy."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from django_txmsg.spark.databases import open_database
+from django_txmsg.spark.lock import alive
 from django_txmsg.spark.schemas import OUTBOX
 from django_txmsg.spark.source.snapshot import snapshot
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
@@ -115,3 +118,21 @@ def test_the_copy_of_a_killed_process_is_removed_by_the_next_run(
     assert [one.parent.exists() for one in copies] == [False, True]
     copiers[1].communicate("")
     assert list(tmp_path.glob("txmsg-snapshot-*")) == []
+
+
+def test_old_lock_files_of_killed_runs_are_removed_by_the_next_run(make_log) -> None:
+    log: Log = make_log("sqlite")
+    before_yesterday = time.time() - 2 * 86_400
+
+    def lock(name: str) -> Path:
+        return Path(f"{log.spec.path}.run-{name}.lock")
+
+    lock("killed").touch()
+    lock("young").touch()
+    with alive(log.spec, "long"):
+        for name in ("killed", "long"):
+            os.utime(lock(name), (before_yesterday, before_yesterday))
+
+        with alive(log.spec, "next"):
+            names = ("killed", "young", "long", "next")
+            assert [lock(one).exists() for one in names] == [False, True, True, True]
