@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
-from deltalake import DeltaTable
-
 from .connection import connect_plain
 from .errors import EnvironmentFault
 from .lake import CommitFailedError, Lake, NoLake, app_name
@@ -43,10 +41,9 @@ class BatchLog:
         entry in the lake."""
         delta = self.place.load()
         self.identity = "" if delta is None else str(delta.metadata().id)
-        self.last = 0 if delta is None else self._last(delta)
-
-    def _last(self, delta: DeltaTable) -> int:
-        return self.place.last(delta, "archive", self.service)
+        self.last = (
+            0 if delta is None else self.place.last(delta, "archive", self.service)
+        )
 
     def enter(
         self,
@@ -59,7 +56,7 @@ class BatchLog:
         """Add the entry `number` to the log. Raises EnvironmentFault if another
         archiver has added an entry since `last`."""
         delta = self.place.ensure()
-        found = self._last(delta)
+        found = self.place.last(delta, "archive", self.service)
         if found != self.last:
             raise self.taken_over(f"its log is at {found}, not at {self.last}")
         try:
