@@ -490,6 +490,29 @@ def test_of_old_receipts_only_those_of_replayed_messages_are_read(
     assert sorted(row.message_id for row in rest) == sorted(map(str, (replayed, new)))
 
 
+def test_of_the_archived_outbox_only_recent_and_named_messages_are_read(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    """Without journeys, as in a first dry run."""
+    spec, now = JobSpec((log.spec,), lake), dt.datetime.now(dt.timezone.utc)
+    old, named, due, left = (uuid.uuid4() for _ in range(4))
+    ago, recent = now - 10 * DAY, now - 1.1 * DAY
+    log.send([{"message_id": one, "created_at": ago} for one in (old, named)])
+    log.send([{"message_id": due, "created_at": ago, "due_at": recent}])
+    log.send([{"message_id": left, "created_at": ago, "dispatched_at": recent}])
+    archive(spark, log, lake)
+    assert log.count() == 0
+
+    with (
+        WholeLog(spark, spec) as logs,
+        Journeys(logs, Run("reconcile", {}), keep=False) as kept,
+    ):
+        found = [kept.rest(recent, names) for names in ((), (str(named),))]
+        ids = [{row.message_id for row in one.collect()} for one in found]
+
+    assert ids == [{str(due), str(left)}, {str(due), str(left), str(named)}]
+
+
 def test_since_finds_an_archived_message_by_the_time_it_was_due(
     spark, log: Log, lake: LakeSpec
 ) -> None:

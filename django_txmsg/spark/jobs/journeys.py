@@ -58,7 +58,7 @@ from ..transforms.journeys import (
 )
 from .counted import tallies
 from .listeners import Listener
-from .reading import WholeLog
+from .reading import WholeLog, day_of
 
 #: The definition of a journey and its format. Journeys of another version are rebuilt.
 VERSION = 6
@@ -336,7 +336,7 @@ class Journeys:
         return self.log.read(table, struct, above=above, **more)
 
     def _recent(self, since: dt.datetime, messages: Collection[str]) -> list[DataFrame]:
-        day = _day_of(since)
+        day = day_of(since)
         ids = ", ".join(f"'{uuid.UUID(one).hex}'" for one in messages)
 
         def read(table: str, struct: t.StructType, *clocks: str) -> DataFrame:
@@ -345,7 +345,12 @@ class Journeys:
             where = f"({' OR '.join(tests)})"
             # What became due since then may have been archived long before.
             whole = bool(ids) or (table == "outbox" and not self.goal)
-            return self._unsettled(table, struct, since=day, where=where, whole=whole)
+            more: dict[str, Any] = {"whole": whole}
+            if table == "outbox":
+                more["only"] = sf.col("message_id").isin(*messages)
+                for clock in clocks:
+                    more["only"] |= sf.col(clock) >= sf.lit(day)
+            return self._unsettled(table, struct, since=day, where=where, **more)
 
         again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
         sent = read("outbox", again, "created_at", "due_at", "dispatched_at")
@@ -381,7 +386,7 @@ class Journeys:
         listen to topics. Returns None without `since`."""
         if since is None:
             return None
-        return arrivals(self.log.listening(RECEIVED, _day_of(since)))
+        return arrivals(self.log.listening(RECEIVED, day_of(since)))
 
     @cached_property
     def fresh(self) -> DataFrame | None:
@@ -493,8 +498,3 @@ def marks_of(rows: DataFrame, found: bool = True) -> DataFrame | None:
         return rows.sparkSession.createDataFrame([], "mark long")
     marks = rows.select(mark().alias("mark")).distinct().localCheckpoint()
     return marks if marks.count() <= BROADCAST else None
-
-
-def _day_of(since: dt.datetime) -> dt.date:
-    """Return the first day to read: earlier than `since`, because clocks may differ."""
-    return (since - dt.timedelta(days=1)).date()

@@ -14,7 +14,7 @@ from functools import partial
 import pyarrow as pa
 import pyspark.sql.functions as sf
 from deltalake import DeltaTable
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
@@ -147,6 +147,7 @@ class WholeLog:
         above: Mapping[str, int] | None = None,
         where: str = "",
         whole: bool = False,
+        only: Column | None = None,
     ) -> DataFrame:
         """Return the rows of a table from databases and lake, each row only once, with
         the columns of `struct`. With `since`, rows of earlier days are left out.
@@ -154,7 +155,8 @@ class WholeLog:
         batches are read from the lake, but of all days.
 
         `where` is an SQL condition for the databases' rows, instead of `since`. With
-        `whole`, the lake's rows of all days are read."""
+        `whole`, the lake's rows of all days are read; `only` is a condition for
+        them."""
         described = TABLES[table]
         names = ("service", "id", "message_id", *struct.fieldNames())
         narrow = described.narrow(names)
@@ -173,6 +175,7 @@ class WholeLog:
         )
         days = None if whole or above else since
         archived = self._archived(table, narrow, named, since=days, above=above)
+        archived = archived if only is None else archived.where(only)
         return whole_log([live, archived], struct, twice=twice)
 
     def known_from(self, table: str) -> dict[str, dt.datetime]:
@@ -348,3 +351,8 @@ class WholeLog:
     def horizon(self, grace: dt.timedelta) -> dt.datetime:
         """Return the instant up to which every service's log is complete."""
         return min(one.taken for one in self.live) - grace
+
+
+def day_of(since: dt.datetime) -> dt.date:
+    """Return the first day to read: earlier than `since`, because clocks may differ."""
+    return (since - dt.timedelta(days=1)).date()
