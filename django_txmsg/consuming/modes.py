@@ -340,7 +340,7 @@ class Ordered(Outbox):
 
     def _park(
         self, arrival: Arrival, turn: Turn, attempts: int, *, aside: bool = False
-    ) -> Waiting:
+    ) -> Outcome:
         at_once = self.order.wait(
             arrival.recorded.id,
             turn,
@@ -350,6 +350,8 @@ class Ordered(Outbox):
             uncounted=attempts,
             aside=aside,
         )
+        if at_once is None:
+            return Duplicate()
         if at_once:
             arrival.woken.set()
         return Waiting()

@@ -275,15 +275,16 @@ class OrderManager(SqlManager):
         token: uuid.UUID | None,
         uncounted: int,
         aside: bool = False,
-    ) -> bool:
+    ) -> bool | None:
         """Park a message whose turn has not come, and subtract `uncounted` from its
         number of attempts. Pass `aside` if the turn has come, but another transaction
         has locked the key.
 
         Returns True if the predecessor has ended meanwhile, so that the message can be
-        claimed immediately. Call this outside any transaction: between the two
-        statements of this method, other transactions may commit, and the second
-        statement must see their changes.
+        claimed immediately. Returns None if the message was not parked: another worker
+        has settled or claimed it, or a server crash has lost its row. Call this outside
+        any transaction: between the two statements of this method, other transactions
+        may commit, and the second statement must see their changes.
         """
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
@@ -314,7 +315,9 @@ class OrderManager(SqlManager):
                 *fence,
             ],
         )
-        if row is None or waits_for is None:
+        if row is None:
+            return None
+        if waits_for is None:
             return False
         return self._look(pk, turn, row[0])
 

@@ -14,6 +14,14 @@ import pytest
 
 from django_txmsg import Message, message_type
 from django_txmsg.models import DeadLetter, InboxMessage
+from tests.integration.test_ordered import (
+    deliver,
+    effect,
+    effects,
+    send_chain,
+    settle,
+    taken,
+)
 from tests.running import committing, declared, put, record_lost_at, step
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
@@ -57,3 +65,16 @@ def test_a_message_that_an_ordered_stage_cannot_read_is_a_dead_letter() -> None:
         with record_lost_at("UPDATE django_txmsg_inboxmessage"):
             step(stage)
         assert DeadLetter.objects.get().reason == "undecodable_body"
+
+
+def test_a_message_whose_turn_has_not_come_is_kept() -> None:
+    with declared(effect, ordered="block") as stage:
+        send_chain(stage.destination, [0, 1])
+        zero, one = taken(stage.destination)
+        deliver(stage.destination, one)
+        with record_lost_at("UPDATE django_txmsg_inboxmessage SET due_at"):
+            step(stage)
+        assert InboxMessage.objects.get().waits_for is not None
+        deliver(stage.destination, zero)
+        settle(stage, 2)
+        assert effects() == ["0", "1"]

@@ -13,7 +13,7 @@ from django.db import connections, transaction
 from django.db.models.functions import Now
 
 from django_txmsg.consuming import decoding, inbox
-from django_txmsg.consuming.arrival import Waiting
+from django_txmsg.consuming.arrival import Duplicate
 from django_txmsg.consuming.stage_thread import NO_SESSION
 from django_txmsg.dead_letters import bulk, burial
 from django_txmsg.dead_letters.burial import bury_unread
@@ -132,8 +132,9 @@ def test_let_go_releases_a_message_that_a_worker_is_parking() -> None:
         delivery = decoding.from_parked(parked)
 
         assert let_go(first) == 1
+        # The worker no longer has the message, so it did not park it again.
         assert isinstance(
-            inbox.process(thread._arrival(NO_SESSION, delivery, parked)), Waiting
+            inbox.process(thread._arrival(NO_SESSION, delivery, parked)), Duplicate
         )
         settle(stage, 3)
     assert effects() == ["1", "2", "3"]
