@@ -128,7 +128,7 @@ def bury_unread(using: str, stage: str = "") -> int:
     """Bury the messages of `stage`, or of all stages, that are parked because they need
     newer code. Each transaction has a limited size. Returns the number of buried
     messages. If an operator redelivers such a message, it waits for the newer code
-    again.
+    again. A revoked message ends without a dead letter, and is not counted.
 
     At an ordered stage, skip a message whose predecessor is here, and not processed or
     dead yet: the messages behind it would overtake the predecessor."""
@@ -157,28 +157,34 @@ def bury_unread(using: str, stage: str = "") -> int:
                 held = {"lease_token": token, "lease_until": Now() + _LEASE}
                 free = waiting.filter(pk=row.pk).select_for_update(skip_locked=True)
                 if rows.filter(pk__in=free.values("pk")).update(**held):
-                    _bury(row, token, using, brokers.get(row.stage, "default"))
-                    buried += 1
+                    broker = brokers.get(row.stage, "default")
+                    buried += _bury(row, token, using, broker)
     return buried
 
 
 _LEASE = dt.timedelta(minutes=1)
 
 
-def _bury(row: InboxMessage, token: uuid.UUID, using: str, broker: str) -> None:
+def _bury(row: InboxMessage, token: uuid.UUID, using: str, broker: str) -> bool:
+    """Mark a row as dead, and return whether it has a dead letter. A revoked message
+    has none, because nobody waits for its answer."""
+    row.refresh_from_db(fields=["revoked_at"])  # perhaps revoked since it was found
+    revoked = row.revoked_at is not None
     rows = InboxMessage.objects.db_manager(using)
-    rows.mark_dead(row.pk, row.last_error, token)
-    bury(
-        using=using,
-        message_id=row.message_id,
-        stage=row.stage,
-        broker=broker,
-        destination=row.destination,
-        headers=row.headers or {},
-        body=bytes(row.body or b""),
-        reason=REASON,
-        failure=Failure.because(REASON, row.last_error),
-        attempts=row.attempts,
-    )
+    rows.mark_dead(row.pk, row.last_error, token, revoked=revoked)
+    if not revoked:
+        bury(
+            using=using,
+            message_id=row.message_id,
+            stage=row.stage,
+            broker=broker,
+            destination=row.destination,
+            headers=row.headers or {},
+            body=bytes(row.body or b""),
+            reason=REASON,
+            failure=Failure.because(REASON, row.last_error),
+            attempts=row.attempts,
+        )
     # Messages that wait for it in an ordered stage recheck whether it is passed.
     InboxMessage.order.db_manager(using).wake(row.stage, [row.message_id])
+    return not revoked

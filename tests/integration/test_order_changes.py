@@ -565,6 +565,27 @@ def test_a_revoked_request_that_needs_newer_code_keeps_its_place(
     assert effects() == ["0", "2"]
 
 
+@pytest.mark.parametrize("ordered", ["block", "skip"])
+def test_a_revoked_request_that_needs_newer_code_has_no_dead_letter(
+    ordered: Order,
+) -> None:
+    with declared(failing_once(0), ordered=ordered, redelivery=LATER) as stage:
+        sent = send_chain(stage.destination, [0, 1, 2])
+        zero, (body, headers), two = taken(stage.destination)
+        deliver(stage.destination, zero, (body, headers | REQUEST), two)
+        step(stage, times=3)
+        need_newer_code(message_id=sent[1].id)
+        revoke(stage, sent[1].id)
+        InboxMessage.objects.filter(message_id=sent[0].id).update(due_at=Now())
+        settle(stage, 1)
+        assert bury_unread("default", stage.name) == 0
+        settle(stage, 2)
+        request = InboxMessage.objects.get(message_id=sent[1].id)
+        assert None not in (request.dead_at, request.revoked_at)
+    assert effects() == ["0", "2"]
+    assert not DeadLetter.objects.exists()
+
+
 def test_messages_that_were_buried_unread_are_redelivered_in_order() -> None:
     with declared(effect, ordered="block") as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
