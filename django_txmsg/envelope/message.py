@@ -26,6 +26,9 @@ MAX_NAME_LENGTH = 255
 #: header.
 MAX_HEADER_BYTES = 8192
 MAX_HEADERS = 200
+#: Most characters of all headers: half of what a stage reads. The rest is left for the
+#: headers that the package and the brokers add.
+MAX_HEADER_BLOCK = 64 * 1024
 
 _DESTINATION = re.compile(r"(?:topic:)?[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 # NUL ends a STOMP frame. The other control characters, except \n, \r and \t, are
@@ -199,6 +202,12 @@ def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
                 f"The header {name!r} has {size} bytes; at most {MAX_HEADER_BYTES} "
                 "are allowed. Put it into the body."
             )
+    total = sum(len(name) + len(value) for name, value in headers.items())
+    if total > MAX_HEADER_BLOCK:
+        raise InvalidMessage(
+            f"The headers have {total} characters; at most {MAX_HEADER_BLOCK} are "
+            "allowed. Put them into the body."
+        )
     return dict(headers)
 
 

@@ -59,6 +59,14 @@ def test_headers_that_a_broker_takes_for_its_own_are_refused(name: str) -> None:
         check_headers({name: "accounts@example.com"})
 
 
+def test_headers_together_are_shorter_than_what_a_stage_reads() -> None:
+    """A stage buries a message whose headers are too long in all."""
+    headers = {f"h{n}": "x" * 8000 for n in range(8)}
+    assert check_headers(headers) == headers
+    with pytest.raises(InvalidMessage, match="72018 characters"):
+        check_headers(headers | {"h8": "x" * 8000})
+
+
 @given(st.dictionaries(st.text(), st.text()))
 def test_headers_are_taken_as_they_are_or_refused(headers: dict[str, str]) -> None:
     try:
