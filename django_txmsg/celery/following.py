@@ -139,12 +139,13 @@ HOPELESS = (EncodeError, ImproperlyConfigured, TypeError, ValueError, LookupErro
 
 
 def go_on(task: Any, result: Any) -> None:
-    """Call the task's links and the rest of its chain. Raises Reject if that fails.
+    """Call the task's links and the rest of its chain, and report the task to its
+    chord. Raises Reject if that fails.
 
-    Celery itself calls them only after the task has returned. If the broker or a
-    chord's backend were unavailable then, Celery would treat the task as failed and
-    acknowledge the task's message. So the task's work would be committed, but its chain
-    would be lost.
+    Celery itself does this only after the task has returned. If the broker or a chord's
+    backend were unavailable then, Celery would treat the task as failed and acknowledge
+    the task's message. So the task's work would be committed, but its chain or its
+    chord would be lost.
     """
     request, app = task.request, task.app
     cause = cause_of(request)
@@ -174,6 +175,17 @@ def go_on(task: Any, result: Any) -> None:
     finally:
         calling.enter(outer)
     send(task, run.later)
+    if request.chord:
+        # Not within `run`: the chord counts as called once its body is handed over.
+        try:
+            task.backend.mark_as_done(
+                request.id, result, request, not task.ignore_result
+            )
+        except HOPELESS:
+            raise
+        except Exception as error:
+            raise _not_yet(task, error) from error
+        request.chord = None  # reported once: some backends only count
 
 
 def identify_errbacks(request: Any) -> None:
@@ -196,7 +208,7 @@ def send(task: Any, later: list[Publication]) -> None:
 
 def _not_yet(task: Any, error: Exception) -> Reject:
     log.warning(
-        "task %s[%s] has ended, but its links and its chain cannot be called yet; it "
+        "task %s[%s] has ended, but its links, chain or chord cannot be called yet; it "
         "goes back to its queue: %s", task.name, task.request.id, error,
     )  # fmt: skip
     threading.Event().wait(PAUSE)

@@ -249,6 +249,36 @@ def test_unreachable_links_requeue_the_task(
     assert len(sent()) == (2 if follows == "chord" else 1)
 
 
+def test_an_unreachable_backend_loses_no_chord(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The backend is away when the last task of the chord has ended."""
+    monkeypatch.setattr("django_txmsg.celery.following.PAUSE", 0.0)
+    monkeypatch.setattr(app.conf, "result_backend", "cache+memory://")
+    forget_connections()
+    sent()
+    task = once_task(effect)
+    chord([task.si("one"), task.si("two")], step.si("body")).apply_async()
+
+    def receive(message: Any) -> Any:
+        args, _, embedded = message.decode()
+        request = {**message.headers, **embedded}
+        del request["task"]
+        return deliver(task, *args, task_id=request.pop("id"), **request)
+
+    first, last = sent()
+    receive(first)
+    with away():
+        rejected = receive(last)
+    assert isinstance(rejected, Reject)
+    assert rejected.requeue
+    assert not sent()
+
+    receive(last)
+    assert effects() == ["one", "two"]
+    assert [message.headers["task"] for message in sent()] == [step.name]
+
+
 def work_off() -> None:
     """Execute the tasks in the queue, as a worker does, until the queue is empty."""
     while messages := sent():
