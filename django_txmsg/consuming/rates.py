@@ -92,7 +92,8 @@ def _waiting(arrival: Arrival) -> Outcome | None:
         return postpone(arrival, why, delay=delay, slot=slot, key=key)
     if parked is not None and parked.slot is not None:
         # Used: if the worker is killed now, the message takes another slot.
-        arrival.inbox.filter(pk=parked.record.id).update(slot=None)
+        # Nor does it stand in a line: a later key would be its place in an order.
+        arrival.inbox.filter(pk=parked.record.id).update(slot=None, key="")
     return None
 
 

@@ -199,7 +199,7 @@ def test_a_worker_that_dies_after_the_slot_loses_only_the_slot() -> None:
         with pytest.raises(KeyboardInterrupt):
             step(one)
         (row,) = waiting()
-        assert (row.slot, row.processed_at) == (None, None)
+        assert (row.slot, row.key, row.processed_at) == (None, "", None)
         InboxMessage.objects.filter(pk=row.pk).update(lease_until=ago(minutes=1))
         step(one)
         (row,) = waiting()
