@@ -400,9 +400,11 @@ class InboxManager(SqlManager):
     def next_due(self, stage: str) -> float | None:
         """Return the seconds until a stage's next parked message is due, or None if
         there is none. Messages that a worker has claimed, or that need newer code, are
-        ignored."""
+        ignored. So are messages that have been due for more than a second: a worker
+        that processes one in its transaction cannot renew the lease."""
         free = Holds(rules.NOT_LEASED, now=Now())
-        rows = self.filter(free, stage=stage, due_at__isnull=False, needs_version=None)
+        lately = Now() - dt.timedelta(seconds=1)
+        rows = self.filter(free, stage=stage, due_at__gt=lately, needs_version=None)
         first = rows.order_by("due_at", "id").annotate(now=Now())
         found = first.values_list("due_at", "now").first()
         return None if found is None else (found[0] - found[1]).total_seconds()

@@ -27,6 +27,7 @@ from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect
 from tests.factories import ago
 from tests.faults import wait_until
+from tests.integration.test_operators_at_work import meanwhile
 from tests.running import (
     Script,
     committing,
@@ -145,6 +146,30 @@ def test_throttled_stage_claims_a_parked_message_in_its_turn() -> None:
             held.close()
             wait_until(lambda: leased_until)
     assert leased_until[0] - dt.timedelta(seconds=stage_thread.LEASE) >= its_turn
+
+
+@pytest.mark.postgresql
+def test_idle_thread_does_not_query_all_the_time_for_what_a_handler_has_locked() -> (
+    None
+):
+    """A handler that runs for longer than the lease cannot renew it: its transaction
+    has locked the row. A stage with a rate pauses until its next message is due."""
+    later = RedeliveryPolicy(initial_delay=3600.0, max_delay=7200.0)
+    script = Script(ValueError(), ValueError())
+    with declared(script, rate="600/m", redelivery=later) as stage:
+        for _ in range(2):
+            send(stage.destination)
+            step(stage)
+        waits, locked = InboxMessage.objects.order_by("-pk")
+        InboxMessage.objects.filter(pk=locked.pk).update(due_at=ago(minutes=1))
+        InboxMessage.objects.filter(pk=waits.pk).update(due_at=ago(seconds=-100))
+        parking = stage_thread.Parking(stage)
+        found = meanwhile(
+            lambda: InboxMessage.objects.select_for_update().get(pk=locked.pk),
+            parking.claim,
+        )
+    assert found is None
+    assert 60 < parking.pause <= 100
 
 
 def test_redeliver_decides_when_the_next_attempt_is_due() -> None:
