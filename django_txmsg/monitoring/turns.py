@@ -129,8 +129,9 @@ def behind(letter: DeadLetter) -> int:
 
 def note(letter: DeadLetter) -> str:
     """Return a note for the operator who is about to resolve a dead letter of an
-    ordered stage. The note says what will happen to the later messages of the same key.
-    Return "" if resolving the dead letter does not affect them."""
+    ordered stage, or of a message with a key that was not sent. The note says what will
+    happen to the later messages of the same key. Return "" if resolving the dead letter
+    does not affect them."""
     waiting = behind(letter)
     if waiting:
         verb = "waits" if waiting == 1 else "wait"
@@ -143,6 +144,13 @@ def note(letter: DeadLetter) -> str:
     passed = letter.resolution == Resolution.OPEN and wire.KEY in letter.headers
     if passed and letter.stage in skipping:
         return "The ones behind it did not wait: if redelivered, it runs after them."
+    # None waits for a message that has expired.
+    unsent = not letter.stage and letter.reason != "expired"
+    if passed and unsent and conf.get().RELAY.LINK_KEYS:
+        return (
+            'At a stage with ordered="block", the ones behind it wait for it. If you '
+            "discard it, they keep waiting: run `order let_go` for their key there."
+        )
     return ""
 
 

@@ -43,6 +43,7 @@ from django_txmsg.models import (
 from django_txmsg.models.bulk_operation import BulkKind
 from django_txmsg.models.inbox_order import Turn
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.monitoring import turns
 from django_txmsg.sending import undoing
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import CallNext, Handler, Order, Stage
@@ -447,6 +448,7 @@ def test_copy_of_a_message_that_the_broker_gave_up_keeps_its_place(reason: str) 
                 destination=stage.destination, headers=one[1], body=one[0],
                 reason=reason, failure=Failure.because(reason, "no"), attempts=7,
             )  # fmt: skip
+        assert "If you discard it, they keep waiting" in turns.note(letter)
         copy = resolution.redeliver_copy(letter, headers={}, body=b'"edited"')
         ship()
         settle(stage, 3)
@@ -454,6 +456,7 @@ def test_copy_of_a_message_that_the_broker_gave_up_keeps_its_place(reason: str) 
     assert copy == letter.message_id
     letter.refresh_from_db()
     assert (letter.resolution, letter.replaced_by) == ("redelivered", None)
+    assert turns.note(letter) == ""
 
 
 def failing_once(*bodies: object) -> Handler:
