@@ -33,6 +33,12 @@ UTC = dt.timezone.utc
 NOW = dt.datetime.now(UTC)
 HOUR, DAY = dt.timedelta(hours=1), dt.timedelta(days=1)
 JUDGE = ("reconcile", "--grace", "0s")
+PARKED = {
+    "created_at": NOW - 10 * DAY,
+    "processed_at": None,
+    "headers": {},
+    "body": b"",
+}
 
 
 def ids(count: int) -> list[uuid.UUID]:
@@ -164,6 +170,53 @@ def test_a_delayed_message_is_judged_when_it_was_due(spark, log: Log) -> None:
     counts = run(JobSpec((log.spec,)), *JUDGE, "--since", "24h")["counts"]
 
     assert counts == {"never_received": 2, "ok": 1}
+
+
+def test_since_judges_the_edited_copies_of_old_dead_letters(spark, log: Log) -> None:
+    """One copy waits at its stage for too long. The other was made three days ago, and
+    died an hour ago."""
+    spec, [original, waits, other, died] = JobSpec((log.spec,)), ids(4)
+    old = {"message_created_at": NOW - 10 * DAY}
+    replaced = {**old, "created_at": NOW - 9 * DAY, "resolution": "replaced"}
+    log.bury(
+        [{"message_id": original, "replaced_by": waits, **replaced,
+          "resolved_at": NOW - 8 * HOUR},
+         {"message_id": other, "replaced_by": died, **replaced,
+          "resolved_at": NOW - 3 * DAY},
+         {"message_id": died, **old, "created_at": NOW - HOUR}]
+    )  # fmt: skip
+    log.receive([{"message_id": waits, "first_received_at": NOW - 8 * HOUR,
+                  **PARKED, "due_at": NOW - 8 * HOUR},
+                 {"message_id": died, "first_received_at": NOW - 3 * DAY,
+                  "created_at": NOW - 10 * DAY, "dead_at": NOW - HOUR}])  # fmt: skip
+
+    for _ in range(2):
+        counts = run(spec, *JUDGE, "--since", "24h")["counts"]
+        assert counts == {"not_processed": 1, "dead": 1}
+
+
+def test_since_judges_a_dead_letter_that_was_redelivered(spark, log: Log) -> None:
+    spec, [message] = JobSpec((log.spec,)), ids(1)
+    stored = NOW - 10 * DAY
+    log.send([{"message_id": message, "created_at": stored}])
+    log.receive([{"message_id": message, "first_received_at": stored,
+                  **PARKED, "due_at": NOW - HOUR}])  # fmt: skip
+    log.bury(
+        [{"message_id": message, "message_created_at": stored, "created_at": stored,
+          "resolution": "redelivered", "resolved_at": NOW - HOUR}]
+    )  # fmt: skip
+    since = (*JUDGE, "--since", "24h")
+    assert run(spec, *since)["counts"] == {"in_flight": 1}
+
+    log.execute(
+        "UPDATE django_txmsg_inboxmessage SET due_at = NULL, headers = NULL,"
+        " body = NULL, dead_at = last_received_at"
+    )
+    log.execute(
+        "UPDATE django_txmsg_deadletter SET resolution = 'open', created_at ="
+        " resolved_at, resolved_at = NULL"
+    )
+    assert run(spec, *since)["counts"] == run(spec, *JUDGE)["counts"] == {"dead": 1}
 
 
 @pytest.mark.parametrize("with_lake", [True, False])

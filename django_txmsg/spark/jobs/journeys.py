@@ -341,10 +341,11 @@ class Journeys:
 
         def read(table: str, struct: t.StructType, *clocks: str) -> DataFrame:
             tests = [f"t.{clock} >= {{day}}" for clock in clocks]
-            tests += [f"t.message_id IN ({ids})"] if ids else []
+            keys = [n for n in ("message_id", "replaced_by") if n in struct.names]
+            tests += [f"t.{key} IN ({ids})" for key in keys if ids]
             where = f"({' OR '.join(tests)})"
-            # What became due since then may have been archived long before.
-            whole = bool(ids) or (table == "outbox" and not self.goal)
+            # What was due or resolved since may have been archived long before.
+            whole = bool(ids) or (table != "inbox" and not self.goal)
             more: dict[str, Any] = {"whole": whole}
             if table == "outbox":
                 more["only"] = sf.col("message_id").isin(*messages)
@@ -354,8 +355,7 @@ class Journeys:
 
         again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
         sent = read("outbox", again, "created_at", "due_at", "dispatched_at")
-        # A message does not die before it is sent.
-        letters = read("dead_letters", LETTERS, "created_at")
+        letters = read("dead_letters", LETTERS, "created_at", "resolved_at")
         resent = sent
         if self.goal:
             last = self._last(self.goal, "outbox")

@@ -162,7 +162,7 @@ class WholeLog:
         narrow = described.narrow(names)
         if since and not where:
             where = f"t.{described.clock} >= {{day}}"
-        live = self._copied(described, narrow, where, since)
+        live = self.copied(described, narrow, where, since)
         if self.lake is None:
             return whole_log([live], struct)
         delta, named = self.files_of(table)
@@ -242,9 +242,9 @@ class WholeLog:
             for which in ("min", "max")
         )
         where = f"t.{described.clock} < {{day}} AND t.id IN ({ends})"
-        return self._copied(described, struct, where, before)
+        return self.copied(described, struct, where, before)
 
-    def _copied(
+    def copied(
         self, table: Table, struct: t.StructType, where: str, day: dt.date | None
     ) -> DataFrame:
         """Return a copy of rows in the databases. If there are at most FEW rows, this

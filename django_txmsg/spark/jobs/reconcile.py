@@ -28,11 +28,12 @@ from pyspark.storagelevel import StorageLevel
 from ..lakefile import LakeFile
 from ..noted import MOST, Noted
 from ..runs import Run
+from ..schemas import TABLES
 from ..spec import JobSpec
 from ..tally import Line
 from ..transforms import MICROSECOND, timestamp
 from ..transforms import reconcile as judging
-from ..transforms.journeys import EXPECTED, is_topic, parted
+from ..transforms.journeys import EXPECTED, LETTERS, is_topic, parted
 from ..transforms.reconcile import FINDINGS, LOST, STUCK, Judgement
 from .counted import as_outcome, received_by_all, usable
 from .findings import described, known_findings, standing_findings
@@ -48,7 +49,7 @@ from .listeners import (
     read_places,
 )
 from .outcome import Outcome, job_session, options_of
-from .reading import WholeLog
+from .reading import WholeLog, day_of
 
 #: Smaller differences are not reported.
 SMALL = dt.timedelta(minutes=1)
@@ -314,6 +315,7 @@ def _judgement(
     if since is not None:
         rows = known.select("message_id", "verdict").distinct().limit(MOST + 1)
         standing = [(one, verdict) for one, verdict in rows.collect()]
+        standing += [(one, "dead") for one in _revived(log, since)]
         # To look for each of so many takes longer.
         since = since if len(standing) <= MOST else None
     late = dict(spec.late_after)
@@ -342,6 +344,22 @@ def _judgement(
         since=since,
         standing=standing,
     )
+
+
+def _revived(log: WholeLog, since: dt.datetime) -> list[str]:
+    """Return the ids of messages that were sent before `since`, and have died or were
+    redelivered since then. A redelivered message keeps its row of the inbox, with the
+    times of its first receipt. If it dies again, its dead letter is reopened."""
+    where = "(t.created_at >= {day} OR t.resolved_at >= {day})"
+    letters = log.copied(TABLES["dead_letters"], LETTERS, where, day_of(since))
+    start = timestamp(since)
+    found = letters.where(
+        (sf.greatest("created_at", "resolved_at") >= start)
+        & sf.col("resolution").isin("open", "redelivered")
+        & sf.coalesce(sf.col("message_created_at") < start, sf.lit(True))
+    )
+    rows = found.select("message_id").distinct().limit(MOST + 1).collect()
+    return [one.message_id for one in rows]
 
 
 def _tallied(

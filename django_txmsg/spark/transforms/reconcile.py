@@ -95,11 +95,12 @@ class Judgement:
     """Of messages that were neither sent or due nor, by a sender unknown, received
     since then, nothing is reported, except of these:"""
     standing: Sequence[tuple[str, str]] = ()
-    """The messages and runs about which there are findings, each with its verdict."""
+    """The messages and runs about which there are findings, each with its verdict, and
+    messages that have died or were redelivered since then."""
 
     @property
     def standing_ids(self) -> set[str]:
-        """The ids of the messages and runs about which there are findings."""
+        """The ids of the messages and runs in `standing`."""
         return {one for one, _ in self.standing}
 
     @property
