@@ -551,6 +551,29 @@ def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> 
     assert log.count("django_txmsg_pipelinerun") == 3
 
 
+def test_reconcile_covers_the_time_without_follow(log: Log, lake: LakeSpec) -> None:
+    """`follow` was stopped for five days. Messages are stuck after two days, which is
+    longer than `--since`."""
+    day = timedelta(days=1)
+    spec = JobSpec((log.spec,), lake, stuck_after=2 * day.total_seconds())
+    follower = Follower(spec, replace(NOW, since=day), None, threading.Event())
+
+    def back() -> timedelta:
+        option, since, *_ = follower.reconcile_words()
+        assert option == "--since"
+        return datetime.now(timezone.utc) - datetime.fromisoformat(since)
+
+    assert 3 * day <= back() < 3.1 * day
+    ended = datetime.now(timezone.utc) - 5 * day
+    log.insert(
+        "django_txmsg_pipelinerun",
+        [{"id": uuid.uuid4(), "job": "reconcile", "service": "shop", "state": "clean",
+          "run_by": "", "lake": "", "options": {}, "rows": 0, "counts": {},
+          "error": "", "started_at": ended, "finished_at": ended}],
+    )  # fmt: skip
+    assert 8 * day <= back() < 8.1 * day
+
+
 def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> None:
     spec = JobSpec((log.spec,), lake)
     with log.connected() as connection:

@@ -26,6 +26,7 @@ from ..connection import Connection, connect_plain
 from ..errors import UsageError
 from ..lake import Lake
 from ..lock import Archiving, Taken, following, storing
+from ..noted import Noted
 from ..progress import Step, no_step
 from ..runs import Run, next_request, progressed, recorded
 from ..schemas import TABLES
@@ -34,6 +35,7 @@ from ..spec import JobSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
 from .archive import ArchiveOptions, Archiver, ArchiveResult, ages, would_move
 from .outcome import Outcome, options_of
+from .reconcile import stuck_after
 from .stopping import run_until_stopped
 from .sweep import SweepOptions, run_sweep
 
@@ -54,8 +56,11 @@ class FollowOptions:
     away: dt.timedelta = dt.timedelta(minutes=5)
     stuck_after: dt.timedelta = dt.timedelta(hours=6)
     reconcile_every: dt.timedelta = dt.timedelta(hours=1)
+    since: dt.timedelta = dt.timedelta(days=1)
+    grace: dt.timedelta = dt.timedelta(hours=1)
+    """Of `reconcile`."""
     reconcile: tuple[str, ...] = ()
-    """The arguments of its command line."""
+    """The other arguments of its command line."""
     conf: tuple[tuple[str, str], ...] = ()
     """Settings of Spark."""
     verify_every: dt.timedelta = dt.timedelta(days=7)
@@ -326,7 +331,7 @@ class Follower:
         if self.options.once or self.beside.job:
             return
         if self._due(connection, "reconcile", self.options.reconcile_every):
-            self.beside.start("reconcile", *self.options.reconcile)
+            self.beside.start("reconcile", *self.reconcile_words())
         elif (
             self._due(connection, "verify", self.options.verify_every)
             and self._archived()
@@ -336,6 +341,15 @@ class Follower:
             # While an erasure runs, the request waits.
             with suppress(Taken), storing(connection, self.source):
                 self.beside.start("replay", "--request", request)
+
+    def reconcile_words(self) -> list[str]:
+        """Return the arguments of the next `reconcile`. It also judges the messages
+        that were too young for the last run, and those of a time without any run."""
+        last = Noted(self.source).last_run()
+        now = dt.datetime.now(dt.timezone.utc)
+        begin = min(now, last.started_at) if last else now
+        begin -= self.options.since + max(self.options.grace, stuck_after(self.spec))
+        return ["--since", begin.isoformat(), *self.options.reconcile]
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
         """Check whether the job in the Spark process has ended. If it has failed,
@@ -434,8 +448,7 @@ def follow_command(
 
 
 def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:
-    words = ["--since", f"{given.since.total_seconds()}s"]
-    words += ["--grace", f"{given.grace.total_seconds()}s"]
+    words = ["--grace", f"{given.grace.total_seconds()}s"]
     for name in given.external:
         words += ["--external", name]
     for name in given.external_sender:

@@ -147,6 +147,11 @@ LATE_AFTER = dt.timedelta(hours=1)
 STUCK_AFTER = dt.timedelta(hours=6)
 
 
+def stuck_after(spec: JobSpec) -> dt.timedelta:
+    """Return the time after which a due message is stuck."""
+    return dt.timedelta(seconds=spec.stuck_after or STUCK_AFTER.total_seconds())
+
+
 @dataclass(frozen=True)
 class ReconcileOptions:
     """The options of `reconcile`: which messages to judge, and when they are late,
@@ -328,7 +333,7 @@ def _judgement(
     } | outbox_from
     stuck = options.stuck_after
     if stuck is None:
-        stuck = dt.timedelta(seconds=spec.stuck_after or STUCK_AFTER.total_seconds())
+        stuck = stuck_after(spec)
     return Judgement(
         horizon=log.horizon(options.grace),
         late_after=options.late_after or dt.timedelta(seconds=general),
