@@ -293,7 +293,7 @@ class Mode(ABC):
 
     def put_aside(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
         """Record that a message has failed. Call this in the transaction that parks or
-        buries the message."""
+        buries the message, or before the message is redelivered in another way."""
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
         """Return the headers to store with a failed message."""

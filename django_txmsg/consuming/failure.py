@@ -69,6 +69,7 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
     )
     if stage.policy.mode == "blocking":
         note()
+        mode.put_aside(arrival)
         announce()
         liveness.turned(decision.delay)
         if arrival.stop.wait(decision.delay):
@@ -81,6 +82,7 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
     noted = stage.policy.mode == "broker" and arrival.parked is None
     if noted:
         note()  # first: a kill after the hand-back must not lose the attempt's error
+        mode.put_aside(arrival)
         if _hand_back(arrival, record, decision.delay):
             announce()
             return decision
@@ -219,6 +221,7 @@ def postpone(
             needs=needs,
             slot=slot,
             key=key,
+            turn=arrival.turn,
             # A claim counts an attempt, and so does most recording.
             uncounted=int(arrival.counted or arrival.token is not None),
         )

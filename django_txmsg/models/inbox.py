@@ -295,6 +295,7 @@ class InboxManager(SqlManager):
         needs: tuple[str, int] | None = None,
         slot: int | None = None,
         key: str = "",
+        turn: Turn | None = None,
         uncounted: int = 0,
     ) -> bool:
         """Keep the whole message in its row until it is due again in `delay` seconds,
@@ -302,7 +303,8 @@ class InboxManager(SqlManager):
 
         `needs` names a message type and the oldest version of the code that can read
         it: workers with older code do not claim the message. `slot` is the slot for
-        which the message waits, in the line of `key`.
+        which the message waits, in the line of `key`. Pass the message's `turn` if its
+        stage is ordered, so that its followers do not overtake the message.
 
         Returns False if the message is already processed or dead. Also returns False if
         its lease, `token`, has ended and another worker has claimed the message.
@@ -310,6 +312,9 @@ class InboxManager(SqlManager):
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
         line, place = (", key = %s", [key]) if slot is not None else ("", [])
+        if turn is not None:
+            after_at = prepared(self.model, "after_at", turn.after_at, connection)
+            line, place = ", key = %s, after_at = %s", [turn.key, after_at]
         return bool(
             self._changed(
                 f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from django.db import connections, transaction
 from django.db.models.functions import Now
 from django.utils import timezone
 
-from django_txmsg import RedeliveryPolicy, wire
+from django_txmsg import RedeliveryPolicy, message_type, wire
 from django_txmsg.consuming import ordering
 from django_txmsg.consuming.consumer import Consumer, wake_for_parked
 from django_txmsg.dead_letters import bulk, burial, resolution
@@ -32,6 +32,7 @@ from django_txmsg.envelope.stage_options import (
     TransactionMode,
 )
 from django_txmsg.models import (
+    Attempt,
     DeadLetter,
     InboxMessage,
     OutboxMessage,
@@ -72,6 +73,12 @@ from tests.running import (
 )
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+@message_type("tests.order_changes.Numbered")
+@dataclass
+class Numbered:
+    number: int
 
 
 def test_renamed_stage_waits_briefly_for_its_predecessors_record() -> None:
@@ -587,6 +594,26 @@ def test_a_revoked_request_that_needs_newer_code_has_no_dead_letter(
         assert None not in (request.dead_at, request.revoked_at)
     assert effects() == ["0", "2"]
     assert not DeadLetter.objects.exists()
+
+
+def test_followers_wait_for_a_message_that_needed_newer_code_when_it_arrived() -> None:
+    """The message between the two is lost. The follower is not processed before the
+    message that this code cannot read."""
+
+    def handler(body: Numbered) -> None:
+        raise AssertionError("it was overtaken")
+
+    with declared(handler, ordered="skip") as stage:
+        send_chain(stage.destination, [{"number": n} for n in (0, 1, 2)])
+        (body, headers), _lost, two = taken(stage.destination)
+        newer = {"txmsg-type": "tests.order_changes.Numbered;v=9;min=9"}
+        deliver(stage.destination, (body, headers | newer), two)
+        with txmsg(ORDER_PATIENCE=0.0):
+            step(stage, times=2)
+            InboxMessage.objects.exclude(waits_for=None).update(due_at=Now())
+            step(stage, times=2)
+        assert InboxMessage.objects.exclude(waits_for=None).exists()
+        assert not Attempt.objects.exists()
 
 
 def test_messages_that_were_buried_unread_are_redelivered_in_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import random
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,16 @@ from django_txmsg.sending.outbox import send_message, send_messages
 from django_txmsg.testing import drain
 from tests.app.models import Effect
 from tests.faults import wait_until
-from tests.running import committing, declared, put, running, ship, step, txmsg
+from tests.running import (
+    committing,
+    declared,
+    put,
+    running,
+    ship,
+    step,
+    thread_of,
+    txmsg,
+)
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -516,7 +526,8 @@ def test_block_does_not_wait_for_an_unseen_predecessor(
     assert effects() == ["1", "2"]
 
 
-def test_nothing_passes_one_of_its_key_that_is_open_here() -> None:
+@pytest.mark.parametrize("mode", ["non_blocking", "broker"])
+def test_nothing_passes_one_of_its_key_that_is_open_here(mode: Any) -> None:
     """The first message of a key waits for its redelivery, the second is lost, and the
     third is blocked. The third message is not processed before the first."""
 
@@ -525,7 +536,7 @@ def test_nothing_passes_one_of_its_key_that_is_open_here() -> None:
         if message.body == 0 and message.delivery_attempt == 1:
             raise ValueError
 
-    policy = RedeliveryPolicy(initial_delay=3600.0, max_delay=7200.0)
+    policy = RedeliveryPolicy(initial_delay=3600.0, max_delay=7200.0, mode=mode)
     with declared(handler, ordered="skip", redelivery=policy) as stage:
         send_chain(stage.destination, [0, 1, 2])
         zero, _lost, two = taken(stage.destination)
@@ -535,11 +546,30 @@ def test_nothing_passes_one_of_its_key_that_is_open_here() -> None:
             InboxMessage.objects.filter(waits_for__isnull=False).update(due_at=Now())
             step(stage, times=2)
             assert effects() == []
-            InboxMessage.objects.filter(waits_for=None).update(due_at=Now())
+            if mode == "broker":
+                QueueMessage.objects.update(available_at=Now())
+            else:
+                InboxMessage.objects.filter(waits_for=None).update(due_at=Now())
             step(stage)
             due_now()
             settle(stage, 2)
     assert effects() == ["0", "2"]
+
+
+def test_message_between_two_attempts_of_blocking_redelivery_holds_its_key() -> None:
+    stop = threading.Event()
+
+    def handler(message: Message) -> None:
+        stop.set()
+        raise ValueError
+
+    policy = RedeliveryPolicy(mode="blocking")
+    with declared(handler, ordered="skip", redelivery=policy) as stage:
+        send_chain(stage.destination, [0])
+        thread = thread_of(stage, stop)
+        thread._step()
+        thread._close()
+    assert InboxMessage.objects.get(processed_at=None).key == "k"
 
 
 def test_a_stage_no_longer_ordered_releases_its_messages() -> None:
