@@ -527,9 +527,14 @@ def test_follower_runs_when_a_request_is_revoked_between_two_attempts() -> None:
 
 
 def need_newer_code(**which: Any) -> None:
-    """Park messages as a worker does whose code is too old to read them."""
-    unread = {"needs_type": "tests.type", "needs_version": 2, "waits_for": None}
-    assert InboxMessage.objects.filter(due_at__isnull=False, **which).update(**unread)
+    """Park messages as a worker does whose code is too old to read them. No worker here
+    claims them within an hour: this stage could read them."""
+    assert InboxMessage.objects.filter(due_at__isnull=False, **which).update(
+        needs_type="tests.type",
+        needs_version=2,
+        waits_for=None,
+        due_at=Now() + dt.timedelta(hours=1),
+    )
 
 
 @pytest.mark.parametrize("ordered", ["block", "skip"])
