@@ -128,12 +128,11 @@ class Transaction:
         """
         acks = [message.ack_id for message in self.received if message.ack_id]
         joined = self.link.dialect.acks_join_transaction
-        give_up = time.monotonic() + timeout
         try:
             if self.committing is None:
                 self._prove_frames(acks if joined else [], timeout, hurried)
             if self._begun:
-                self._finish(give_up)
+                self._finish(timeout)
         except ConnectionLostError as error:
             raise self._rolled_back(error) from error
         if joined:
@@ -169,8 +168,10 @@ class Transaction:
             self.abort(timeout)
             raise self._rolled_back(self.error) from self.error
 
-    def _finish(self, give_up: float) -> None:
-        timeout = max(0.0, give_up - time.monotonic())
+    def _finish(self, timeout: float) -> None:
+        # A time-out of its own: a COMMIT with too little time would be in doubt, and
+        # its messages would be sent again.
+        give_up = time.monotonic() + timeout
         if self.committing is None:
             with self.link.lock:
                 self._start_clocks(give_up)
