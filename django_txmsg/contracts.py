@@ -85,6 +85,9 @@ VERSION, READABLE_FROM = "x-txmsg-version", "x-txmsg-readable-from"
 #: way. And readability is not transitive: if each version can read the next, the first
 #: still need not be able to read the last.
 READERS = "x-txmsg-readers"
+#: The older versions whose bodies the exported code cannot read. The export accepted
+#: these breaks, so `check` does not report them again.
+UNREADABLE = "x-txmsg-unreadable"
 
 Contract = dict[str, Any]
 
@@ -172,6 +175,8 @@ class _Builder:
             described[READABLE_FROM] = oldest
             if older:
                 described[READERS] = older
+            if unreadable := _unreadable(body, schema, older):
+                described[UNREADABLE] = unreadable
             described["headers"] = {
                 "type": "object",
                 "properties": {wire.TYPE: {"type": "string"}},
@@ -187,7 +192,8 @@ class _Builder:
         lists them."""
         known = self._known.get(body.name, {})
         version, schema = known.get(VERSION, 1), schema_of(known)
-        older: Contract = dict(known.get(READERS, {}))
+        readers: Contract = known.get(READERS, {})
+        older = {one: readers[one] for one in readers if int(one) < body.version}
         if schema is not None and version < body.version:
             was = _pointer("components", "messages", body.name, "payload", "schema")
             within = _pointer("components", "messages", body.name, READERS)
@@ -213,6 +219,17 @@ class _Builder:
                 break
             oldest -= 1
         return oldest
+
+
+def _unreadable(body: BodyType, schema: Contract | None, older: Contract) -> list[int]:
+    """Return the older versions whose bodies this code cannot read."""
+    return sorted(
+        int(version)
+        for version, other in older.items()
+        if schema is not None
+        and not message_types.needed(body.name, int(version), body.version)
+        and faults(schema, other)
+    )
 
 
 def schema_of(message: Contract) -> Contract | None:
@@ -300,8 +317,13 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
         if schema is None:
             continue
         found: dict[tuple[Fault, str], None] = {}  # each once, in order
+        accepted = before.get(UNREADABLE, ())
         for version, other in _versions(before, was):
-            if name in received and not message_types.needed(name, version, now):
+            if (
+                name in received
+                and version not in accepted
+                and not message_types.needed(name, version, now)
+            ):
                 found |= dict.fromkeys((f, OLD_MESSAGES) for f in faults(schema, other))
             if name in sent and message.get(READABLE_FROM, 1) <= version:
                 there = faults(other, schema, ours=True)

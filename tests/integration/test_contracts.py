@@ -66,6 +66,16 @@ class Breaking:
     lines: list[Line]
 
 
+@message_type("shop.Order", version=2)
+@dataclass
+class Demanding:
+    """Code of version 1 can read its bodies, but it cannot read those of version 1."""
+
+    number: str
+    lines: list[Line]
+    currency: str
+
+
 @message_type("shop.Order", version=2, readable_from=1)
 @dataclass
 class Promising:
@@ -394,6 +404,43 @@ def test_the_command_writes_and_checks(tmp_path: Path) -> None:
             1,
             [{"where": "shop.Order", "what": "$.order: missing", "breaks": IN}],
         )
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [(First, Breaking), (First, Demanding), (First, Compatible, Unversioned)],
+)
+def test_check_passes_after_the_export_of_a_break(
+    classes: tuple[type, ...], tmp_path: Path
+) -> None:
+    file = str(tmp_path / "contract.json")
+    *earlier, last = ({"orders.place": cls} for cls in classes)
+    for both in earlier:
+        with service(takes=both, sends=both):
+            run("export", file)
+    with service(takes=last, sends=last):
+        assert run("check", file)[1] == 1
+        run("export", file)
+        assert run("check", file) == ("The contract matches the code.\n", 0)
+
+
+@pytest.mark.parametrize("cls", [Breaking, Demanding])
+def test_check_reports_a_removed_upgrader_until_the_export(
+    cls: type, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "contract.json")
+    with service(takes=ORDER):
+        run("export", file)
+    upgrade("shop.Order", from_version=1)(dict)
+    with service(takes={"orders.place": cls}):
+        run("export", file)
+        assert run("check", file)[1] == 0
+    message_types.forget("shop.Order")
+    with service(takes={"orders.place": cls}):
+        said, code = run("check", file)
+        assert (code, said.count(IN)) == (1, 1)
+        run("export", file)
+        assert run("check", file) == ("The contract matches the code.\n", 0)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '"a"', "<<<<<<< HEAD", None])
