@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jsonschema
+import pydantic
 import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
@@ -363,6 +364,23 @@ def test_the_same_declaration_twice_is_no_second_type() -> None:
     both = {"orders.place": Cancel, "orders.other": globals()["Cancel"]}
 
     assert "shop.Cancel" in contract(sends=both)["components"]["messages"]
+
+
+@pytest.mark.parametrize(
+    "form", [First | None, Annotated[First, pydantic.Field(description="The latest.")]]
+)
+def test_one_class_in_two_forms_is_no_second_type(form: Any) -> None:
+    found = contract(takes={"orders.place": form}, sends=ORDER)
+
+    assert found["components"] == contract(sends=ORDER)["components"]
+
+
+def test_a_declared_reader_counts_for_an_optional_body() -> None:
+    agreed = contract(takes=ORDER)
+    agreed = contract(agreed, takes={"orders.place": Promising | None})
+
+    message = agreed["components"]["messages"]["shop.Order"]
+    assert message["x-txmsg-readable-from"] == 1
 
 
 def test_a_version_must_stay_readable_by_all_declared_readers() -> None:
