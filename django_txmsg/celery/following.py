@@ -177,10 +177,11 @@ def go_on(task: Any, result: Any) -> None:
     send(task, run.later)
     if request.chord:
         # Not within `run`: the chord counts as called once its body is handed over.
+        ignored = vars(request).get("ignore_result")  # the call's option comes first
+        if ignored is None:
+            ignored = task.ignore_result
         try:
-            task.backend.mark_as_done(
-                request.id, result, request, not task.ignore_result
-            )
+            task.backend.mark_as_done(request.id, result, request, not ignored)
         except HOPELESS:
             raise
         except Exception as error:
