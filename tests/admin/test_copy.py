@@ -9,6 +9,7 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.test import Client
 
+from django_txmsg import wire
 from django_txmsg.models import DeadLetter, OutboxMessage
 from tests import factories
 
@@ -72,7 +73,8 @@ def test_the_copy_has_an_id_of_its_own_and_the_original_is_replaced(
     copy = OutboxMessage.objects.get()
     assert letter.resolution == "replaced"
     assert letter.replaced_by == copy.message_id != letter.message_id
-    assert (bytes(copy.body), copy.headers) == (b'{"order": 2}', {"tenant": "south"})
+    headers = {"tenant": "south", wire.COPY_OF: str(letter.message_id)}
+    assert (bytes(copy.body), copy.headers) == (b'{"order": 2}', headers)
     assert str(copy.message_id) in LogEntry.objects.get().change_message
 
 
@@ -207,4 +209,5 @@ def test_header_with_a_line_end_is_unchanged_in_a_copy(operator: Client) -> None
     assert "headers" not in lines
     operator.post(url(letter), {**given, "send": "1"})
 
-    assert OutboxMessage.objects.get().headers == odd
+    first = {wire.COPY_OF: str(letter.message_id)}
+    assert OutboxMessage.objects.get().headers == odd | first

@@ -18,7 +18,7 @@ from django_txmsg.stages import all_stages, find, unregister
 
 
 @dataclass
-class Order:
+class Placing:
     number: str
 
 
@@ -46,11 +46,11 @@ class Unbound:
 
 def nothing() -> None: ...
 def unannotated(order, message): ...  # type: ignore[no-untyped-def]
-def message_first(message: Message, order: Order) -> None: ...
-def three(order: Order, message: Message, more: int) -> None: ...
+def message_first(message: Message, order: Placing) -> None: ...
+def three(order: Placing, message: Message, more: int) -> None: ...
 def keyword(message: Message, *, more: int) -> None: ...
 def only_keywords(*, message: Message) -> None: ...
-def typed_keyword(order: Order, *, message: Message) -> None: ...
+def typed_keyword(order: Placing, *, message: Message) -> None: ...
 async def asynchronous(message: Message) -> None: ...
 async def asynchronous_generator(message: Message) -> AsyncIterator[int]:
     yield 1
@@ -60,7 +60,7 @@ def generator(message: Message) -> Iterator[int]:
     yield 1
 
 
-def typed_generator(order: Order) -> Iterator[int]:
+def typed_generator(order: Placing) -> Iterator[int]:
     yield 1
 
 
@@ -73,10 +73,10 @@ def plain(message: Message) -> None: ...
 def untyped(message): ...  # type: ignore[no-untyped-def]
 def anything(*args: Any, **kwargs: Any) -> None: ...
 def with_default(message: Message, attempts: int = 3) -> None: ...
-def typed(order: Order) -> None: ...
-def typed_with_message(order: Order, message: Message) -> None: ...
-def typed_with_default(order: Order, more: int = 1) -> None: ...
-def two(order: Order, more: int) -> None: ...
+def typed(order: Placing) -> None: ...
+def typed_with_message(order: Placing, message: Message) -> None: ...
+def typed_with_default(order: Placing, more: int = 1) -> None: ...
+def two(order: Placing, more: int) -> None: ...
 
 
 def with_a_repository(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def for_a_body(function: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator that adds an argument after the body and its message."""
 
     @functools.wraps(function)
-    def call(order: Order, message: Message) -> Any:
+    def call(order: Placing, message: Message) -> Any:
         return function(order, message, repository="r")
 
     return call
@@ -123,15 +123,15 @@ def message_and_more(message: Message, repository: str) -> str:
     return repository
 
 
-def body_and_more(order: Order, repository: str) -> str:
+def body_and_more(order: Placing, repository: str) -> str:
     return f"{order.number}{repository}"
 
 
-def both_and_more(order: Order, message: Message, repository: str) -> str:
+def both_and_more(order: Placing, message: Message, repository: str) -> str:
     return f"{order.number}{message.destination}{repository}"
 
 
-def keyword_and_more(order: Order, *, repository: str) -> str:
+def keyword_and_more(order: Placing, *, repository: str) -> str:
     return f"{order.number}{repository}"
 
 
@@ -139,11 +139,11 @@ def keyword_and_more(order: Order, *, repository: str) -> str:
 DECORATED: dict[str, tuple[Any, Any, str | None]] = {
     "a message": (for_a_message(message_and_more), None, "r"),
     "a message, handed on": (with_a_repository(message_and_more), None, "r"),
-    "a body, handed on": (with_a_repository(body_and_more), Order("1"), "1r"),
-    "a keyword": (with_a_repository(keyword_and_more), Order("1"), "1r"),
-    "both": (for_a_body(both_and_more), Order("1"), "1tests.decoratedr"),
+    "a body, handed on": (with_a_repository(body_and_more), Placing("1"), "1r"),
+    "a keyword": (with_a_repository(keyword_and_more), Placing("1"), "1r"),
+    "both": (for_a_body(both_and_more), Placing("1"), "1tests.decoratedr"),
     "both, handed on": (
-        with_a_repository(both_and_more), Order("1"), "1tests.decoratedr",
+        with_a_repository(both_and_more), Placing("1"), "1tests.decoratedr",
     ),
     "nothing": (without_the_message(nothing), None, None),
 }  # fmt: skip
@@ -152,7 +152,7 @@ DECORATED: dict[str, tuple[Any, Any, str | None]] = {
 REFUSED: dict[str, tuple[Any, str]] = {
     "no function": (7, "cannot be a handler"),
     "None": (None, "cannot be a handler"),
-    "a class": (Order, "cannot be a handler"),
+    "a class": (Placing, "cannot be a handler"),
     "no argument": (nothing, "takes one argument, the Message"),
     "two without types": (unannotated, "with its type"),
     "the message first": (message_first, r"\(order: Order, message: Message\)"),
@@ -199,7 +199,9 @@ def _forgotten() -> Iterator[None]:
             unregister(one.name)
 
 
-@pytest.mark.parametrize("name", [Destination("orders", Order), 42, "n" * 256, "a\0b"])
+@pytest.mark.parametrize(
+    "name", [Destination("orders", Placing), 42, "n" * 256, "a\0b"]
+)
 def test_a_name_that_the_inbox_cannot_store_is_refused(name: Any) -> None:
     """`@stage` refuses a name that the inbox cannot store. A message of such a stage
     could neither be processed nor buried."""
@@ -232,7 +234,7 @@ def test_a_decorator_may_change_the_arguments(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "destination", [None, 7, 1.5, b"orders", ["orders"], True, plain, Order, object()]
+    "destination", [None, 7, 1.5, b"orders", ["orders"], True, plain, Placing, object()]
 )
 def test_a_destination_is_a_name_or_a_destination(destination: Any) -> None:
     with pytest.raises(ConfigurationError, match="for its destination"):
@@ -247,7 +249,7 @@ def test_without_parentheses_it_says_what_to_write() -> None:
 
 
 def test_a_destination_is_taken_as_it_is() -> None:
-    stage(Destination("tests.accepted", Order))(typed)
+    stage(Destination("tests.accepted", Placing))(typed)
 
 
 @pytest.mark.parametrize("number", ["4", 1.5, None, True, 0, -1])
