@@ -219,6 +219,34 @@ def test_since_judges_a_dead_letter_that_was_redelivered(spark, log: Log) -> Non
     assert run(spec, *since)["counts"] == run(spec, *JUDGE)["counts"] == {"dead": 1}
 
 
+def test_since_judges_an_old_message_whose_next_attempt_is_overdue(
+    spark, log: Log
+) -> None:
+    """Each failed attempt makes the message due later."""
+    spec, [message] = JobSpec((log.spec,)), ids(1)
+    stored = NOW - 10 * DAY
+    log.send([{"message_id": message, "created_at": stored}])
+    log.receive([{"message_id": message, "first_received_at": stored,
+                  **PARKED, "due_at": NOW - 10 * HOUR}])  # fmt: skip
+    since = (*JUDGE, "--since", "24h")
+    found = {"not_processed": 1}
+    assert run(spec, *since)["counts"] == run(spec, *JUDGE)["counts"] == found
+
+
+def test_since_judges_an_old_dead_letter_that_was_restored(spark, log: Log) -> None:
+    spec, [message] = JobSpec((log.spec,)), ids(1)
+    stored = NOW - 10 * DAY
+    log.send([{"message_id": message, "created_at": stored}])
+    log.receive([{"message_id": message, "first_received_at": stored,
+                  "created_at": stored, "processed_at": None,
+                  "dead_at": stored}])  # fmt: skip
+    log.bury(
+        [{"message_id": message, "message_created_at": stored, "created_at": stored}]
+    )
+    since = (*JUDGE, "--since", "24h")
+    assert run(spec, *since)["counts"] == {"dead": 1}
+
+
 @pytest.mark.parametrize("with_lake", [True, False])
 def test_a_finding_that_comes_back_is_new(
     spark, log: Log, lake: LakeSpec, with_lake: bool

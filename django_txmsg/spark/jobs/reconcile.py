@@ -33,7 +33,7 @@ from ..spec import JobSpec
 from ..tally import Line
 from ..transforms import MICROSECOND, timestamp
 from ..transforms import reconcile as judging
-from ..transforms.journeys import EXPECTED, LETTERS, is_topic, parted
+from ..transforms.journeys import EXPECTED, LETTERS, RECEIVED, is_topic, parted
 from ..transforms.reconcile import FINDINGS, LOST, STUCK, Judgement
 from .counted import as_outcome, received_by_all, usable
 from .findings import described, known_findings, standing_findings
@@ -135,11 +135,6 @@ def _while(place: Place, between: tuple[str, str, str], day: dt.date) -> bool:
         place.receiver,
         place.destination,
     ) == between and place.first_at.date() <= day <= place.last_at.date()
-
-
-def _names(service: str, former: Mapping[str, str]) -> list[str]:
-    """Return a service's present name and its former ones."""
-    return [service, *(old for old, new in former.items() if new == service)]
 
 
 #: The default of `--late-after`, and of `--stuck-after`.
@@ -254,12 +249,8 @@ def run_reconcile(
             receivers=receivers
             | {(one.service, one.destination) for one in spec.subscriptions},
             received={destination for _, destination in receivers},
-            # Old journeys name services as they were called.
             clocks=[
-                (sender, receiver, one.ahead // MICROSECOND)
-                for one in clocks
-                for sender in _names(one.sender, former)
-                for receiver in _names(one.receiver, former)
+                (one.sender, one.receiver, one.ahead // MICROSECOND) for one in clocks
             ],
         )
         counts = list(chain.from_iterable(tallied.values()))
@@ -322,7 +313,7 @@ def _judgement(
         standing = [(one, verdict) for one, verdict in rows.collect()]
         standing += [(one, "dead") for one in _revived(log, since)]
         # To look for each of so many takes longer.
-        since = since if len(standing) <= MOST else None
+        since = since if len(dict(standing)) <= MOST else None
     late = dict(spec.late_after)
     general = late.pop("*", LATE_AFTER.total_seconds())
     outbox_from = log.known_from("outbox")
@@ -352,18 +343,23 @@ def _judgement(
 
 
 def _revived(log: WholeLog, since: dt.datetime) -> list[str]:
-    """Return the ids of messages that were sent before `since`, and have died or were
-    redelivered since then. A redelivered message keeps its row of the inbox, with the
-    times of its first receipt. If it dies again, its dead letter is reopened."""
-    where = "(t.created_at >= {day} OR t.resolved_at >= {day})"
-    letters = log.copied(TABLES["dead_letters"], LETTERS, where, day_of(since))
-    start = timestamp(since)
-    found = letters.where(
-        (sf.greatest("created_at", "resolved_at") >= start)
-        & sf.col("resolution").isin("open", "redelivered")
-        & sf.coalesce(sf.col("message_created_at") < start, sf.lit(True))
+    """Return the ids of messages that were sent before `since`, and are dead, were
+    redelivered since then, or have an attempt that became due since then. Their rows
+    have the times of their first receipt. An open dead letter may be older than
+    `since`, because `restore` opens it again."""
+    day, start = day_of(since), timestamp(since)
+    where = "(t.resolution = 'open' OR t.resolved_at >= {day})"
+    letters = log.copied(TABLES["dead_letters"], LETTERS, where, day)
+    redelivered = (sf.col("resolution") == "redelivered") & (
+        sf.col("resolved_at") >= start
     )
-    rows = found.select("message_id").distinct().limit(MOST + 1).collect()
+    letters = letters.where((sf.col("resolution") == "open") | redelivered)
+    parked = log.copied(TABLES["inbox"], RECEIVED, "t.due_at >= {day}", day)
+    parked = parked.where(sf.col("due_at").between(start, sf.current_timestamp()))
+    sent = letters.select("message_id", sf.col("message_created_at").alias("sent_at"))
+    sent = sent.union(parked.select("message_id", "created_at"))
+    old = sent.where(sf.coalesce(sf.col("sent_at") < start, sf.lit(True)))
+    rows = old.select("message_id").distinct().limit(MOST + 1).collect()
     return [one.message_id for one in rows]
 
 
