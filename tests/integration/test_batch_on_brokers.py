@@ -106,7 +106,8 @@ def test_each_failing_message_of_a_batch_rolls_back_alone(
     assert Counter(map(int, names)) == Counter(good)
     sent = OutboxMessage.objects.filter(destination=onward)
     assert Counter(int(bytes(one.body)) for one in sent) == Counter(good)
-    assert InboxMessage.objects.filter(attempts=1).count() == SIZE - 2
+    # The unreadable message is counted only when it is delivered again.
+    assert InboxMessage.objects.filter(attempts=1).count() == SIZE - 2 + cut
     assert InboxMessage.objects.get(attempts=3).state == "dead"
     letters = {one.reason: one for one in DeadLetter.objects.all()}
     assert letters["attempts_exhausted"].attempts == 3
