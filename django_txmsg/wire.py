@@ -140,6 +140,8 @@ TOPIC_PREFIX = "topic:"
 _CONTROL = ".txmsg.control"
 #: The part of a destination that marks tasks.
 OF_TASKS = ".tasks."
+#: The end of the destination of a flow's messages after the first.
+STEPS = ".steps"
 
 
 def control_destination(service: str) -> str:

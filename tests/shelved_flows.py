@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from django_txmsg import stages
+from django_txmsg import stages, wire
 from django_txmsg.flows import declaration
 from django_txmsg.flows.batches import Batches
-from django_txmsg.flows.declaration import STEPS
 
 Shelved = TypeVar("Shelved", bound=type[Any])
 
@@ -20,7 +19,7 @@ _stages: dict[type[Any], list[stages.Stage]] = {}
 def shelved(flow: Shelved) -> Shelved:
     """Unregister a flow that was just declared. `at_hand()` registers it again."""
     name = flow._declaration.name
-    of_it = (name, name + STEPS)
+    of_it = (name, name + wire.STEPS)
     _stages[flow] = [one for one in stages.all_stages() if one.name in of_it]
     _withdraw(name)
     return flow
@@ -42,7 +41,7 @@ def at_hand(*flows: type[Any]) -> Iterator[None]:
 
 def _withdraw(name: str) -> None:
     declaration.forget(name)
-    for address in (name, name + STEPS):
+    for address in (name, name + wire.STEPS):
         stages.unregister(address)
 
 

@@ -26,7 +26,7 @@ from ..django_internals import settings_of
 from ..envelope.message import MAX_NAME_LENGTH
 from ..envelope.redelivery import RedeliveryPolicy
 from ..errors import ConfigurationError, TxmsgError
-from ..flows.declaration import STEPS, declarations
+from ..flows.declaration import declarations
 from ..lazy_imports import install
 from ..monitoring import databases
 from ..scheduling.timetable import Recurring, recurring
@@ -365,7 +365,7 @@ def _retention_of_undos(kept: dict[str, float]) -> Iterator[CheckMessage]:
     """Warn if rows by which an undo finds out what was done are deleted too early."""
     undoing = [stage.name for stage in stages.all_stages() if stage.undoes]
     # The steps of a flow undo its own runs, which say what was done.
-    by_inbox = any(not name.endswith(STEPS) for name in undoing)
+    by_inbox = any(not name.endswith(wire.STEPS) for name in undoing)
     for flow in declarations() if by_inbox else ():
         within = flow.within if isinstance(flow.within, timedelta) else timedelta(0)
         if within.total_seconds() > kept["INBOX"] * DAY:

@@ -32,7 +32,6 @@ from .values import Answers, Cancelled
 
 #: Most bytes of a run's state, as JSON.
 MAX_STATE = 64 * 1024
-STEPS = ".steps"
 #: The argument type of a step that takes none.
 NOTHING: Any = inspect.Parameter.empty
 
@@ -99,7 +98,7 @@ class Declaration:
     @property
     def steps_name(self) -> str:
         """The destination of the messages that continue runs."""
-        return self.name + STEPS
+        return self.name + wire.STEPS
 
     def address_of(self, step: Step) -> Any:
         """Return the destination for the bodies that a step or a signal takes."""
@@ -234,10 +233,10 @@ def forget(name: str) -> None:
 
 def check_name(name: str) -> None:
     """Raise ConfigurationError if the name is invalid for a flow."""
-    if not is_name(name) or name.endswith(STEPS):
+    if not is_name(name) or name.endswith(wire.STEPS):
         raise ConfigurationError(
             f"{name!r} is no name of a flow: it is a destination of letters, digits, "
-            f"'.', '-' and '_', and does not end in {STEPS!r}."
+            f"'.', '-' and '_', and does not end in {wire.STEPS!r}."
         )
 
 

@@ -30,7 +30,7 @@ from ..sending.pending import cancel_message
 from ..sending.typed_name import TypedName
 from ..sending.undoing import overtaken, undo_delays, was_done
 from . import joining
-from .declaration import STEPS, Declaration, Step, declarations
+from .declaration import Declaration, Step, declarations
 from .sending import SIGNAL, send_signal
 from .unread import Unread
 from .values import (
@@ -190,7 +190,7 @@ def _cancelled(declared: Declaration, message: Message) -> None:
         assert run.ended_at is not None
         called = wire.Undone(run.request_id, run.ended_at, undone.answered)
         given = {**message.conversation, wire.UNDOES: str(called)}
-        declared.send(why, given, to=run.asked + STEPS)
+        declared.send(why, given, to=run.asked + wire.STEPS)
     elif run is None or run.ended_at is not None:
         if caller is None:
             return _late(declared, message, undone.request_id)
@@ -562,7 +562,7 @@ class Going:
         if asked.of_flow:
             name = asked.destination.name
             why = Cancelled(f"by {self.declared.name}")
-            yield self._undo(name + STEPS, why, request_id, cancels=True)
+            yield self._undo(name + wire.STEPS, why, request_id, cancels=True)
 
     def _undo(
         self,

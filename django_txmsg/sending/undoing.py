@@ -136,7 +136,7 @@ def cancel(run: Run, why: str, using: str, broker: str) -> None:
         wire.FLOW: str(run.first_run),
     }
     send_part(
-        f"{run.flow}.steps",
+        run.flow + wire.STEPS,
         Cancelled(why),
         given,
         correlation_id=run.correlation_id,
