@@ -239,6 +239,11 @@ class JobSpec:
             )
         return self.lake
 
+    @property
+    def former(self) -> Mapping[str, str]:
+        """Present names of services by their former ones."""
+        return {} if self.lake is None else self.lake.former
+
     def public(self) -> JobSpec:
         """Return this specification without secrets."""
         return dataclasses.replace(

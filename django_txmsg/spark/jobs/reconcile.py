@@ -236,8 +236,7 @@ def run_reconcile(
         tallied = _tallied(journeys, marks, least, listening.expected)
         settled = journeys.read(but=tallied)
         known = rest if settled is None else rest.unionByName(settled)
-        former = spec.lake.former if spec.lake is not None else {}
-        clocks = differences(there, lines, former)
+        clocks = differences(there, lines, spec.former)
         receivers = {(one.receiver, one.destination) for one in there}
         receivers |= {
             (one.consumer.partition("/")[0], one.destination)
@@ -317,10 +316,9 @@ def _judgement(
     late = dict(spec.late_after)
     general = late.pop("*", LATE_AFTER.total_seconds())
     outbox_from = log.known_from("outbox")
-    former = spec.lake.former if spec.lake is not None else {}
     # Old receipts name their sender as it was called.
     outbox_from = {
-        old: outbox_from[new] for old, new in former.items() if new in outbox_from
+        old: outbox_from[new] for old, new in spec.former.items() if new in outbox_from
     } | outbox_from
     stuck = options.stuck_after
     if stuck is None:
