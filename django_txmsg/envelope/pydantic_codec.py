@@ -214,6 +214,8 @@ def _names(schema: Any) -> Iterator[str]:
 _FRACTION = re.compile(rb"[:\[,\s][-\d]\d*[.eE]")
 _DIGITS = ("max_digits", "decimal_places")
 _NUMBERS = ("int", "float", "decimal", "bool")
+_TIMES = ("date", "time", "datetime", "timedelta")
+_LIMITS = ("gt", "ge", "lt", "le", "now_op", "tz_constraint")
 
 _FIELD = re.compile(r"field_name='([^']+)'")
 
@@ -289,11 +291,22 @@ class PydanticCodec(Codec):
 
     def schema(self, annotation: Any) -> dict[str, Any] | None:
         from pydantic.json_schema import GenerateJsonSchema
+        from pydantic_core import to_jsonable_python
 
         class Telling(GenerateJsonSchema):
             """Generates JSON schemas with additional details. Pydantic alone generates
             the same schema for some different types, such as Decimals with different
             numbers of digits. The details make these schemas differ."""
+
+            def generate_inner(self, schema: Any) -> Any:
+                found = super().generate_inner(schema)
+                if schema["type"] not in _TIMES:
+                    return found
+                limits = {k: schema[k] for k in _LIMITS if k in schema}
+                return found | {
+                    f"x-{k.replace('_', '-')}": to_jsonable_python(limits[k])
+                    for k in limits
+                }
 
             def decimal_schema(self, schema: Any) -> Any:
                 found = super().decimal_schema(schema)

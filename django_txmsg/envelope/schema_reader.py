@@ -15,17 +15,20 @@ Schema = Mapping[str, Any]
 #: Bounds of a value: for the first group greater is narrower, for the second smaller.
 _AT_LEAST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _AT_MOST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
-#: Keywords that are compared separately, or that require nothing. For all other
+#: Keywords that require nothing.
+_FREE = frozenset(
+    {
+        "$comment", "$defs", "$id", "$schema", "default", "deprecated", "description",
+        "discriminator", "example", "examples", "externalDocs", "readOnly", "title",
+        "writeOnly",
+    }
+)  # fmt: skip
+#: Keywords that require nothing, or that are compared separately. For all other
 #: keywords of the reader, the writer must have exactly the same.
 _COMPARED = frozenset(
     {
-        *_AT_LEAST, *_AT_MOST, "$defs", "$ref", "additionalProperties", "allOf",
-        "anyOf", "const", "enum", "items", "oneOf", "prefixItems", "properties",
-        "required", "type",
-        # Nothing is required:
-        "$comment", "$id", "$schema", "default", "deprecated", "description",
-        "discriminator", "example", "examples", "externalDocs", "readOnly", "title",
-        "writeOnly",
+        *_FREE, *_AT_LEAST, *_AT_MOST, "additionalProperties", "const", "enum", "items",
+        "prefixItems", "properties", "required", "type",
     }
 )  # fmt: skip
 
@@ -52,6 +55,8 @@ class _Comparison:
         self._roots = reader, writer
         self._ours = ours
         self._open: set[tuple[int, int]] = set()
+        #: The alternatives of a schema, by its id. `_open` has the ids of alternatives.
+        self._found: dict[int, list[Any]] = {}
 
     def compare(self, reader: Any, writer: Any, path: str) -> Iterator[Fault]:
         reader = _resolved(reader, self._roots[0])
@@ -68,16 +73,35 @@ class _Comparison:
             return
         if writer is True:
             writer = {}
-        choices = _choices(writer)
+        choices = self._choices(writer, self._roots[1])
         if choices:
             for one in choices:
                 yield from self.compare(reader, one, path)
             return
-        choices = _choices(reader)
+        choices = self._choices(reader, self._roots[0])
         if choices:
             yield from self._one_of(choices, writer, path)
             return
         yield from self._plain(reader, writer, path)
+
+    def _choices(self, schema: Schema, root: Schema) -> list[Any]:
+        """Return the alternatives of a schema. Each also has the keywords that the
+        schema has beside its alternatives."""
+        if id(schema) in self._found:
+            return self._found[id(schema)]
+        for name in ("$ref", "anyOf", "oneOf", "allOf"):
+            found = schema.get(name)
+            if name == "$ref" and found:
+                found = [{"$ref": found}]
+            if found and (name != "allOf" or len(found) == 1):
+                beside = {
+                    key: value
+                    for key, value in schema.items()
+                    if key != name and key not in _FREE
+                }
+                both = [_both(_resolved(one, root), beside) for one in found]
+                return self._found.setdefault(id(schema), both)
+        return []
 
     def _one_of(self, choices: list[Any], writer: Any, path: str) -> Iterator[Fault]:
         found: list[list[Fault]] = []
@@ -110,8 +134,10 @@ class _Comparison:
                 kind = "required" if name in written else "missing"
                 yield Fault(f"{path}.{name}", kind)
         others = reader.get("additionalProperties", True)
-        open_ended = writer.get("additionalProperties", True) is not False
-        if others is False and open_ended and not self._ours:
+        # Our writer adds no field to those that it declares, unless the schema says so.
+        usual = not (self._ours and "properties" in writer)
+        open_ended = writer.get("additionalProperties", usual) is not False
+        if others is False and open_ended:
             yield Fault(path, "unknown fields")
         for name, one in written.items():
             if name in read:
@@ -196,15 +222,24 @@ def _type_of(value: object) -> str:
     return "null"
 
 
-def _choices(schema: Any) -> list[Any]:
-    found = schema.get("anyOf") or schema.get("oneOf")
-    if found is None and len(schema.get("allOf", ())) == 1:
-        found = schema["allOf"]
-    return list(found or ())
+def _both(one: Any, beside: Schema) -> Any:
+    """Return a schema that requires what `one` and `beside` require."""
+    if one is False:
+        return False
+    one = {} if one is True else one
+    # Two different values of a keyword both hold. The second one is not compared, so it
+    # must be equal.
+    added = {
+        f"{name} of the union" if name in one else name: value
+        for name, value in beside.items()
+        if name not in one or one[name] != value
+    }
+    return {**one, **added} if added else one
 
 
 def _resolved(schema: Any, root: Schema) -> Any:
-    while isinstance(schema, Mapping) and "$ref" in schema:
+    """Follow a schema's references, up to one with other keywords beside it."""
+    while isinstance(schema, Mapping) and schema.keys() - _FREE == {"$ref"}:
         # In a document, the type's name follows its own `$defs`.
         name = schema["$ref"].rpartition("/$defs/")[2]
         schema = root.get("$defs", {}).get(name, True)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Optional
 import pydantic
 import pytest
 from pydantic import Field
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import NotRequired, TypeAliasType, TypedDict
 
 from django_txmsg.envelope.pydantic_codec import PydanticCodec
 from django_txmsg.envelope.schema_reader import faults
@@ -86,6 +86,41 @@ class Ignoring(pydantic.BaseModel):
     number: str
 
 
+class Keeping(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="allow")
+    number: str
+
+
+@dataclass
+class Dated:
+    at: dt.datetime
+
+
+@dataclass
+class WithZone:
+    at: pydantic.AwareDatetime
+
+
+@dataclass
+class Since:
+    at: Annotated[dt.datetime, Field(ge=dt.datetime(2000, 1, 1))]
+
+
+@dataclass
+class SinceEarlier:
+    at: Annotated[dt.datetime, Field(ge=dt.datetime(1999, 1, 1))]
+
+
+@dataclass
+class Either:
+    amount: int | Decimal
+
+
+@dataclass
+class EitherBounded:
+    amount: Annotated[int | Decimal, Field(ge=0)]
+
+
 @dataclass
 class Lines:
     lines: list[Base]
@@ -128,8 +163,16 @@ CHANGES: list[tuple[str, Any, Any, bool, bool]] = [
     ("a bound becomes wider", Bounded, WiderBounded, False, True),
     ("a bound becomes narrower", WiderBounded, Bounded, True, False),
     ("a bound is added", Base, Bounded, True, False),
+    ("a date, a time or a duration gets a bound", Dated, Since, True, False),
+    ("the bound of a date, a time or a duration changes", Since, SinceEarlier, True,
+     True),
+    ("a datetime needs a time zone (`datetime` to `AwareDatetime`)", Dated, WithZone,
+     True, False),
+    ("a union gets a bound", Either, EitherBounded, True, False),
     ("unknown fields are forbidden", Ignoring, Forbidding, True, False),
     ("unknown fields are no longer forbidden", Forbidding, Ignoring, False, False),
+    ("unknown fields are sent too (`extra=\"allow\"`), and old code forbids them",
+     Forbidding, Keeping, False, True),
     ("a field without a default is added to a nested class", Lines, OtherLines, True,
      False),
 ]  # fmt: skip
@@ -181,6 +224,9 @@ class Tree:
     parent: Optional[Tree] = None  # noqa: UP045 - what older code writes
 
 
+Nested = TypeAliasType("Nested", "Annotated[int | list[Nested], Field(le=9)]")
+
+
 @dataclass
 class Shapes:
     one: dict[str, Decimal]
@@ -189,9 +235,19 @@ class Shapes:
     four: dict[str, Base] = field(default_factory=dict)
 
 
-@pytest.mark.parametrize("cls", [Tree, Shapes, Base | Renamed])
+@pytest.mark.parametrize("cls", [Tree, Shapes, Base | Renamed, Nested])
 def test_every_type_reads_itself(cls: Any) -> None:
     assert faults(schema(cls), schema(cls)) == []
+
+
+@pytest.mark.parametrize(
+    "writer", [dict[str, int], dict[Annotated[str, Field(pattern="x")], int]]
+)
+def test_a_writer_of_any_name_does_not_fit_a_reader_that_forbids_unknown_fields(
+    writer: Any,
+) -> None:
+    reader = {"type": "object", "additionalProperties": False}
+    assert faults(reader, schema(writer), ours=True) == [("$", "unknown fields")]
 
 
 def test_a_fault_names_the_place() -> None:
@@ -224,6 +280,15 @@ def test_a_fault_names_the_place() -> None:
          {"type": "object"}, ["type"]),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"type": "string"},
          ["type"]),
+        ({"anyOf": [{"type": "integer"}], "ge": 0}, {"type": "integer"}, ["ge"]),
+        ({"anyOf": [{"type": "integer"}], "ge": 0},
+         {"anyOf": [{"type": "integer"}], "ge": 0}, []),
+        ({"anyOf": [{"type": "string", "maxLength": 3}], "maxLength": 5},
+         {"type": "string", "maxLength": 4},
+         ["maxLength", "maxLength of the union"]),
+        ({"$ref": "#/$defs/A", "ge": 2, "$defs": {"A": {"enum": [1, 2]}}},
+         {"$ref": "#/$defs/A", "$defs": {"A": {"enum": [1, 2]}}}, ["ge"]),
+        ({"allOf": [{"minimum": 1}, {"maximum": 2}]}, {"type": "integer"}, ["allOf"]),
     ],
 )  # fmt: skip
 def test_an_undecidable_comparison_is_a_fault(
@@ -242,6 +307,12 @@ def test_an_undecidable_comparison_is_a_fault(
         (dict[str, int], dict[int, int]),
         (dict[str, int], dict[uuid.UUID, int]),
         (dict[str, int], dict[Literal["a"], int]),
+        (dt.datetime, pydantic.NaiveDatetime),
+        (dt.datetime, pydantic.FutureDatetime),
+        (dt.date, pydantic.PastDate),
+        (dt.time, Annotated[dt.time, Field(lt=dt.time(12))]),
+        (dt.timedelta, Annotated[dt.timedelta, Field(gt=dt.timedelta(0))]),
+        (dt.date | None, Annotated[dt.date | None, Field(le=dt.date(2000, 1, 1))]),
     ],
 )
 def test_types_that_look_alike_on_the_wire_differ_in_the_schema(
