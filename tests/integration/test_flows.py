@@ -1532,6 +1532,20 @@ def test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not() -> None:
     assert set(FlowStep.objects.values_list("run__key", flat=True)) == {"2"}
 
 
+@pytest.mark.usefixtures("shipping")
+def test_run_that_handed_over_is_pruned_after_the_other_run_has_ended() -> None:
+    with transaction.atomic():
+        run = start(Packing, Pack("7", "another way"))
+    drain()
+    assert again(run).outcome == Outcome.HANDED_OVER
+    Run.objects.filter(pk=run.pk).update(ended_at=F("ended_at") - 31 * DAY)
+    (kind,) = [one for one in retention.kinds() if one.model is Run]
+    assert sum(retention.prune(kind, "default")) == 0
+    drain(ahead=HOUR)
+    assert sum(retention.prune(kind, "default")) == 1
+    assert Run.objects.get().outcome == Outcome.ANSWERED
+
+
 def test_an_undo_older_than_the_inbox_by_a_clock_that_is_ahead_is_in_doubt() -> None:
     place()
     drain()
