@@ -44,10 +44,9 @@ class Cron:
         return f"{self.expression} {self.tz}"
 
     def after(self, instant: dt.datetime) -> dt.datetime | None:
-        """Return the first tick after an instant, or None."""
-        # From inside a repeated hour, cronsim may return a tick of its first
-        # occurrence.
-        return next((tick for tick in self._ticks(instant) if tick > instant), None)
+        """Return the first tick after an instant, or None. The results are cached,
+        because a relay asks at each check what comes after the last tick."""
+        return _after(self, instant)
 
     def between(self, after: dt.datetime, until: dt.datetime) -> Iterator[dt.datetime]:
         """Yield the ticks later than `after`, up to and including `until`."""
@@ -81,6 +80,12 @@ class Cron:
                 f'fields, like "*/5 * * * *": minute, hour, day, month, weekday.'
             ) from None
         return (tick.astimezone(UTC) for tick in found)
+
+
+@lru_cache(maxsize=8192)
+def _after(cron: Cron, instant: dt.datetime) -> dt.datetime | None:
+    # From inside a repeated hour, cronsim may return a tick of its first occurrence.
+    return next((tick for tick in cron._ticks(instant) if tick > instant), None)
 
 
 @lru_cache(maxsize=256)

@@ -151,22 +151,26 @@ class Timekeeper(TimeLoop):
                     return 0.0
                 if not self._store(one, row, tick):
                     return 0.0  # another process was first: read again
-                row.last_tick = tick
+                row.last_tick = after = tick
                 row.moves += 1
-        coming = cron.after(now)
+        coming = cron.after(after)
+        if coming is not None and coming <= now:  # paused
+            coming = cron.after(now)
         return LONGEST_WAIT if coming is None else (coming - now).total_seconds()
 
     def _due(
         self, one: Recurring, after: dt.datetime, now: dt.datetime
     ) -> Iterator[dt.datetime]:
+        first = one.cron.after(after)
+        if first is None or first > now:
+            return
         if one.makes_up_all:
             yield from one.cron.between(after, now)
             return
         latest = one.cron.last(after, now)
         if latest is None:
             return
-        first = one.cron.after(after)
-        if first is not None and first < latest:
+        if first < latest:
             log.warning(
                 "recurring message %r: ticks were missed from %s on, and only the "
                 "latest is caught up, that of %s",

@@ -12,6 +12,7 @@ from contextlib import suppress
 from io import StringIO
 from typing import Any
 
+import cronsim
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.core.management import CommandError, call_command
@@ -145,6 +146,33 @@ def test_each_recurring_message_counts_as_a_turn_of_the_loop(
         liveness.ended()
 
     assert turned == [True, True, True]
+
+
+@pytest.mark.django_db
+def test_a_check_evaluates_no_expression_that_is_not_due(
+    clock: Clock, timekeeper: Timekeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        make(f"hourly-{number}", f"{number} 13 * * *")
+    make("due", "* * * * *", body=1)
+    clock.now += MINUTE
+    timekeeper.tick()
+    evaluated: list[str] = []
+    original = cronsim.CronSim
+
+    def evaluate(expression: str, *rest: Any, **options: Any) -> Any:
+        evaluated.append(expression)
+        return original(expression, *rest, **options)
+
+    monkeypatch.setattr(cronsim, "CronSim", evaluate)
+    for _ in range(3):
+        clock.now += MINUTE / 4
+        timekeeper.tick()
+    assert evaluated == []
+    clock.now += MINUTE / 4
+    timekeeper.tick()
+    assert set(evaluated) == {"* * * * *"}
+    assert bodies() == ["1", "1"]
 
 
 @committing
