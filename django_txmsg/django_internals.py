@@ -32,6 +32,13 @@ def in_block(connection: Any) -> bool:
     return bool(connection.in_atomic_block)
 
 
+def isolation_of(connection: Any) -> str:
+    """Return the isolation level that the transactions of a connection have by default,
+    or "" if its database has no levels. The connection must have been opened once."""
+    level = getattr(connection, "isolation_level", None)
+    return "" if level is None else str(level.name).lower().replace("_", " ")
+
+
 def depth(connection: Any) -> int:
     """Return how many nested atomic blocks are open."""
     return len(connection.atomic_blocks)

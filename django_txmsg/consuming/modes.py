@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from django.db import Error as AnyDatabaseError
-from django.db import transaction
+from django.db import connections, transaction
 from django.utils import timezone
 
 from .. import conf, signals, wire
 from ..brokers.base import Outgoing
+from ..django_internals import isolation_of
 from ..envelope.message import Message
 from ..errors import (
     BrokerError,
@@ -71,17 +72,25 @@ class Outbox(Mode):
         `protocol.once()`."""
         assert arrival.record is not None
         inbox, pk = self.inbox, arrival.record.id
+        wakes_first = self._sees_a_snapshot()
+
+        def work() -> None:
+            if wakes_first:
+                with protocol.ours():
+                    self.end([arrival])
+            self.handle(arrival, message)
 
         def finish(_: None, late: bool) -> None:
             if late:
                 inbox.finish([pk])
-            self.end([arrival])
+            if not wakes_first:
+                self.end([arrival])
 
         _, employed = protocol.once(
             self.stage.definition,
             begun=arrival.begun,
             take=partial(inbox.take, pk, arrival.token, arrival.turn),
-            run=partial(self.handle, arrival, message),
+            run=work,
             finish=finish,
         )
         return employed
@@ -89,6 +98,17 @@ class Outbox(Mode):
     def end(self, arrivals: Sequence[Arrival]) -> None:
         """Make the followers of the messages due."""
         ordering.wake(arrivals)
+
+    def _sees_a_snapshot(self) -> bool:
+        """Return whether the stage's transactions see only what was committed before
+        they began, because their isolation level is above READ COMMITTED.
+
+        Such a transaction wakes the followers before the handler runs. After a long
+        handler, it could not change a follower that was rechecked meanwhile: it would
+        fail at each attempt, and the message would become a dead letter.
+        """
+        level = self.stage.definition.isolation or isolation_of(connections[self.using])
+        return level in ("repeatable read", "serializable")
 
     def locks_parked(self) -> bool:
         """Return whether the stage keeps a parked message's row locked while it

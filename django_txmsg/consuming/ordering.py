@@ -79,7 +79,7 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
 
 def wake(arrivals: Sequence[Arrival]) -> None:
     """Make the followers of these messages due. Call this last in the transaction that
-    ends the messages.
+    ends the messages. If this transaction sees a snapshot, call it first.
 
     A stage that is not ordered has no followers of its own. But while a change of
     `ordered=` is deployed, it may get a message that a process with the other code has
@@ -90,7 +90,7 @@ def wake(arrivals: Sequence[Arrival]) -> None:
         return
     first = keyed[0]
     if first.order.wake(first.stage.name, [one.message_id for one in keyed]):
-        # Before the commit, which is this thread's next step.
+        # Before the commit: this thread reads it after the commit.
         first.woken.set()
 
 

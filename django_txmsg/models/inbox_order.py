@@ -10,10 +10,11 @@ due when its predecessor ends. If the predecessor waits too, the row's due time 
 `NEVER` until the predecessor releases the row.
 
 A message becomes processed or passed in a transaction, and the last statement of that
-transaction releases the message's followers. If the statement misses a follower, the
-follower is checked again at growing intervals. If a predecessor never arrives, its
-followers are released after a time-out. An operator can release waiting messages at any
-time.
+transaction releases the message's followers. (If the transaction's isolation level is
+above READ COMMITTED, it releases them before the handler runs.) If the statement misses
+a follower, the follower is checked again at growing intervals. If a predecessor never
+arrives, its followers are released after a time-out. An operator can release waiting
+messages at any time.
 """
 
 from __future__ import annotations
@@ -378,8 +379,8 @@ class OrderManager(SqlManager):
 
     def wake(self, stage: str, messages: Collection[uuid.UUID]) -> int:
         """Make the followers of these messages due, and return the number of followers.
-        Call this last in the transaction that ends the messages. If a follower is
-        parked later, its own worker checks whether the predecessor has ended."""
+        Call this in the transaction that ends the messages. If a follower is parked
+        later, its own worker checks whether the predecessor has ended."""
         ids, values = ids_sql(connections[self.db], "waits_for", messages)
         return self._release(stage, ids, values)
 

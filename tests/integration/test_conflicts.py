@@ -4,9 +4,16 @@ attempt."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import pytest
 from django.db import connection
+from django.utils import timezone
+from psycopg import IsolationLevel
 
 from django_txmsg.consuming.consumer import wake_for_parked
 from django_txmsg.envelope.message import Message
@@ -14,6 +21,7 @@ from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
+from tests.integration.test_ordered import deliver, effect, effects, send_chain, taken
 from tests.running import committing, declared, put, running, step, thread_of
 
 pytestmark = [
@@ -77,6 +85,69 @@ def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
         step(stage, times=2)
     assert runs == [1] * 11 + [2] * 11
     assert DeadLetter.objects.get().attempts == 2
+
+
+@contextmanager
+def level_in_options(level: IsolationLevel | None) -> Iterator[None]:
+    """Set the isolation level of new connections for the duration of the block."""
+    options = connection.settings_dict["OPTIONS"]
+    connection.close()
+    if level is not None:
+        options["isolation_level"] = level
+    try:
+        yield
+    finally:
+        options.pop("isolation_level", None)
+        connection.close()
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize(
+    ("own", "option"),
+    [
+        ("repeatable read", None),
+        ("serializable", None),
+        (None, IsolationLevel.REPEATABLE_READ),
+    ],
+)
+def test_follower_that_is_rechecked_meanwhile_buries_no_predecessor(
+    own: str | None, option: IsolationLevel | None, batch: int
+) -> None:
+    """While a stage processes a message at a level above READ COMMITTED, the consumer
+    postpones the message's follower. The message is processed at its first attempt, and
+    releases the follower."""
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        effect(message)
+        if message.body == 0:
+            attempts.append(message.delivery_attempt)
+            elsewhere.submit(recheck).result()
+
+    def recheck() -> None:
+        until = timezone.now() + timedelta(hours=1)
+        try:
+            InboxMessage.order.ask(stage.name, until, skips=False)
+        finally:
+            connection.close()
+
+    options: Any = {"isolation": own, "batch": batch, "redelivery": ONCE}
+    with (
+        level_in_options(option),
+        ThreadPoolExecutor(1) as elsewhere,
+        declared(handler, ordered="block", **options) as stage,
+    ):
+        send_chain(stage.destination, [0, 1])
+        zero, one = taken(stage.destination)
+        deliver(stage.destination, one)
+        step(stage)
+        deliver(stage.destination, zero)
+        send_chain(stage.destination, ["other"], key="other")
+        with running(stage):
+            wait_until(lambda: len(effects()) == 3, deadline=30)
+    assert not DeadLetter.objects.exists()
+    assert set(attempts) == {1}
+    assert [one for one in effects() if one != "other"] == ["0", "1"]
 
 
 def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
