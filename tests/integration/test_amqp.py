@@ -426,20 +426,6 @@ def test_subscription_ends_if_its_channel_ends_during_a_send(
         session.receive(0.1)
 
 
-def test_prefetched_deliveries_return_on_another_subscription(
-    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
-) -> None:
-    session, other = opened(rabbitmq_amqp.url()), opened(rabbitmq_amqp.url())
-    session.send([Outgoing(destination, {}, b"%d" % n) for n in range(3)])
-    session.subscribe(destination, prefetch=3)
-    (first,) = take(session, 1)
-    session.subscribe(f"{destination}.other", prefetch=3)
-    assert sorted(bodies(received(other, destination, 2))) == [b"1", b"2"]
-    session.ack([first])
-    session.ping()
-    assert other.receive(0.2) is None
-
-
 def test_a_subscription_in_use_is_not_deleted(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:

@@ -278,11 +278,6 @@ def acknowledged(tag: int, channel: int, *, multiple: bool = False) -> bytes:
     return method(channel, spec.Basic.Ack, struct.pack(">QB", tag, multiple))
 
 
-def refused(tag: int, channel: int) -> bytes:
-    """Return the frame that makes RabbitMQ put a delivery back into its queue."""
-    return method(channel, spec.Basic.Nack, struct.pack(">QB", tag, 0b10))
-
-
 def method(channel: int, called: tuple[int, int], arguments: bytes) -> bytes:
     """Return the frame that calls an AMQP method."""
     size = 4 + len(arguments)

@@ -30,6 +30,7 @@ from ...errors import (
     DispatchUnknown,
 )
 from ...runtime.per_process import Members, PerProcess
+from ...runtime.thread_group import start_daemon
 from ..base import Delivery, Outgoing, Session, acknowledges_now, insist
 from . import frames
 from .link import CONSUMING, PUBLISHING, ChannelClosed, Link
@@ -110,8 +111,7 @@ class _Heart:
     def __init__(self) -> None:
         self._links: Members[Link] = Members()
         self._changed = threading.Event()
-        name = "txmsg-amqp-heart"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        start_daemon("txmsg-amqp-heart", self._run)
 
     def keep(self, link: Link) -> None:
         """Send heartbeats on this link, until the link is closed or no other object
@@ -142,9 +142,6 @@ class _Heart:
 _heart = PerProcess(_Heart)
 
 
-_TAG = "txmsg"
-
-
 class Subscription:
     """The queue that a session receives from, and its deliveries.
 
@@ -158,7 +155,6 @@ class Subscription:
         self._destination = self.queue = ""
         #: Whether its messages go to no other consumer, and are never redelivered.
         self._private = False
-        self._consuming = False
         self.arrived: deque[Delivery] = deque()
         #: Why no more messages arrive; None while they do.
         self.over = ""
@@ -183,20 +179,11 @@ class Subscription:
             self._queues.refuse_stream(self.queue)
 
     def consume(self, channel: amqp.Channel, prefetch: int) -> None:
-        """Start to consume the declared queue. If this channel consumes another queue,
-        first stop consuming that queue."""
-        if self._consuming:
-            channel.basic_cancel(_TAG)
-            tags = [one.handle for one in self.arrived]
-            self.arrived.clear()
-            self._acks.settle(tags)
-            for tag in tags:
-                self._link.transport.write(frames.refused(tag, CONSUMING))
-        self._consuming = True
+        """Start to consume the declared queue."""
         channel.basic_qos(0, prefetch, False)
         self._link.contents[CONSUMING, spec.Basic.Deliver] = self._on_deliver
         self._link.methods[CONSUMING, spec.Basic.Cancel] = self._on_cancel
-        channel.basic_consume(self.queue, consumer_tag=_TAG)
+        channel.basic_consume(self.queue, consumer_tag="txmsg")
 
     def _on_deliver(self, method: bytes, properties: bytes, body: bytes) -> None:
         at = 1 + method[0]
@@ -257,7 +244,6 @@ class AmqpSession(Session):
     def __init__(self, link: Link) -> None:
         self._link = link
         self._queues, self._publisher = Queues(link), Publisher(link)
-        self._channel: amqp.Channel | None = None
         self._acks = Acknowledgements(CONSUMING)
         self._subscription = Subscription(link, self._queues, self._acks)
         self._prefetch = 1
@@ -349,13 +335,7 @@ class AmqpSession(Session):
                 self._subscription.declare(destination, subscriber)
             except REFUSALS as error:
                 raise BrokerUnavailable(str(error)) from error
-            self._subscription.consume(self._opened(), self._prefetch)
-
-    def _opened(self) -> amqp.Channel:
-        """Return the channel for the subscription. Open the channel if necessary."""
-        if self._channel is None:
-            self._channel = self._link.channel(CONSUMING)
-        return self._channel
+            self._subscription.consume(self._link.channel(CONSUMING), self._prefetch)
 
     def receive(self, timeout: float) -> Delivery | None:
         assert self._subscription.queue, "subscribe() first"
