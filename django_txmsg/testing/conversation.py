@@ -146,9 +146,8 @@ def _store(talk: Session, message: StoredMessage) -> None:
     if delay is None:
         talk.broker.store_message(message)
     else:
-        talk.broker.loop.call_later(
-            int(delay) / 1000, lambda: talk.broker.store_message(message)
-        )
+        store = partial(talk.broker.store_message, message)
+        talk.broker.loop.call(store, int(delay) / 1000)
 
 
 def _subscribe(talk: Session, frame: Frame) -> None:

@@ -6,19 +6,18 @@ blocking. The script decides how writes are split, and whether heartbeats are se
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import socket
-import ssl
 import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from .broker_state import BrokerState
 from .frames import Decoder, Frame, FrameError, encode
-from .loop import READ, WRITE
 
 logger = logging.getLogger("django_txmsg.testing.peer")
 
@@ -36,28 +35,22 @@ class FrameHandler(Protocol):
         """Clean up after the end of the connection."""
 
 
-class Peer:
+class Peer(asyncio.Protocol):
     """The broker's end of one connection."""
 
     def __init__(
         self,
         broker: BrokerState,
-        sock: socket.socket,
-        number: int,
         handler: Callable[[Peer], FrameHandler],
+        on_start: Callable[[Peer], None],
         on_end: Callable[[Peer], None],
     ) -> None:
-        """Use an accepted socket. ``number`` is the number of the connection, from 1.
-
-        ``handler`` creates the object that answers the client's frames. ``on_end`` is
-        called at the end of the connection.
-        """
-        sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        """``handler`` creates the object that answers the client's frames. ``on_start``
+        is called when the client has connected, and ``on_end`` at the end of the
+        connection."""
         self.broker = broker
-        self.number = number
-        self.sock = sock
+        #: The number of the connection, from 1.
+        self.number = 0
         self.stalled = False
         self.frozen = False
         self.closed = False
@@ -65,19 +58,13 @@ class Peer:
         self.last_read = time.monotonic()
         self.decoder = Decoder()
         self.conversation = handler(self)
-        self._on_end = on_end
+        self._on_start, self._on_end = on_start, on_end
         self._beat_every = self._beats_due = 0.0
         self._backlog: deque[Frame] = deque()
         self._out: deque[bytes] = deque()
         self._leaving = False
         self._draining = False
         self._pausing = False
-        self._handshaking = broker.tls is not None
-        self._tls_wants = READ
-        if broker.tls is not None:
-            self.sock = broker.tls.wrap_socket(
-                sock, server_side=True, do_handshake_on_connect=False
-            )
 
     @property
     def heartbeats(self) -> int:
@@ -90,61 +77,42 @@ class Peer:
         written. The client's frames are then ignored."""
         return self.closed or self._leaving
 
-    # -- calls of the loop, with the lock held -------------------------------------
+    # -- calls of the event loop ----------------------------------------------------
 
-    def wanted(self) -> int:
-        """Return what the loop must wait for: READ, WRITE, both or 0."""
-        if self._handshaking:
-            return self._tls_wants
-        reads = READ if not (self.stalled or self.frozen) or self._draining else 0
-        writes = WRITE if self._out and not (self._pausing or self.frozen) else 0
-        return reads | writes
+    def connection_made(self, transport: Any) -> None:
+        """Begin the conversation."""
+        self._transport: asyncio.Transport = transport
+        self.broker.loop.transports.add(transport)
+        self.broker.loop.attempt(partial(self._on_start, self))
 
-    def ready(self, events: int) -> None:
-        """Read or write as many bytes as possible without blocking."""
-        try:
-            if self._handshaking:
-                self._shake_hands()
-                return
-            if events & WRITE:
-                self._write_some()
-            if events & READ and not self.closed:
-                self._read_some()
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
+    def data_received(self, data: bytes) -> None:
+        """Handle the frames that these bytes complete."""
+        self.broker.loop.attempt(partial(self._read, data))
+
+    def eof_received(self) -> None:
+        """End the connection, which the client has closed."""
+        reason = "the client closed the connection"
+        self.broker.loop.attempt(partial(self.end, reason))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End the connection, which has failed unless it has ended already."""
+        self.broker.loop.transports.discard(self._transport)
+        reason = f"the client's socket failed: {error}"
+        self.broker.loop.attempt(partial(self.end, reason))
+
+    # -- with the lock held ---------------------------------------------------------
+
+    def _read(self, data: bytes) -> None:
+        if self.ending:
             return
-        except OSError as error:
-            self.end(f"the client's socket failed: {error}")
-
-    def _shake_hands(self) -> None:
-        assert isinstance(self.sock, ssl.SSLSocket)
+        self.bytes_received += len(data)
+        self.last_read = time.monotonic()
         try:
-            self.sock.do_handshake()
-        except ssl.SSLWantReadError:
-            self._tls_wants = READ
-        except ssl.SSLWantWriteError:
-            self._tls_wants = WRITE
-        else:
-            self._handshaking = False
-
-    def _read_some(self) -> None:
-        pending = True
-        while pending and not self.closed:
-            data = self.sock.recv(65_536)
-            if not data:
-                self.end("the client closed the connection")
-                return
-            if self._leaving:
-                return
-            self.bytes_received += len(data)
-            self.last_read = time.monotonic()
-            try:
-                self._backlog.extend(self.decoder.feed(data))
-            except FrameError as error:
-                self.conversation.protest(str(error))
-                return
-            self.work()
-            # No selector reports bytes that TLS has already decrypted.
-            pending = isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0
+            self._backlog.extend(self.decoder.feed(data))
+        except FrameError as error:
+            self.conversation.protest(str(error))
+            return
+        self.work()
         self.broker.changed.notify_all()
 
     def work(self) -> None:
@@ -157,24 +125,25 @@ class Peer:
         """Put this frame back, so that it is handled again before all other frames."""
         self._backlog.appendleft(frame)
 
-    def _write_some(self) -> None:
-        while self._out and not self._pausing:
-            piece = self._out.popleft()
-            try:
-                sent = self.sock.send(piece)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
-                self._out.appendleft(piece)
-                return
-            if sent < len(piece):
-                self._out.appendleft(piece[sent:])
-            elif self.broker.split.pause and self._out:
+    def _go_on(self) -> None:
+        """Read and write what the script allows now. Runs on the loop's thread."""
+        if self.closed:
+            return
+        if self.stalled:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+        while self._out and not (self._pausing or self.frozen):
+            self._transport.write(self._out.popleft())
+            if self.broker.split.pause and self._out:
                 self._pausing = True
-                self.broker.loop.call_later(self.broker.split.pause, self._go_on)
+                self.broker.loop.call(self._after_pause, self.broker.split.pause)
         if self._leaving:
             self._say_goodbye()
 
-    def _go_on(self) -> None:
+    def _after_pause(self) -> None:
         self._pausing = False
+        self._go_on()
 
     # -- calls of the conversation and the script, with the lock held --------------
 
@@ -186,7 +155,7 @@ class Peer:
         """Queue raw bytes, which need not be a frame."""
         if not self.closed:
             self._out.extend(self.broker.split.pieces(data))
-            self.broker.loop.wake()
+            self.broker.loop.call(self._go_on)
 
     def agree_heartbeats(self, wish: str) -> tuple[int, int]:
         """Agree with the client on the heartbeat intervals, and start the timers.
@@ -195,18 +164,18 @@ class Peer:
         sends, wants = self.broker.heart_beat or (client_wants, client_sends)
         if sends and client_wants:
             self._beat_every = max(sends, client_wants) / 1000
-            self.broker.loop.call_later(self._beat_every, self._beat)
+            self.broker.loop.call(self._beat, self._beat_every)
         if wants and client_sends:
             self._beats_due = max(wants, client_sends) / 1000
-            self.broker.loop.call_later(self._beats_due, self._check_beats)
+            self.broker.loop.call(self._check_beats, self._beats_due)
         return sends, wants
 
     def _beat(self) -> None:
         if self.ending:
             return
         if not (self.broker.silent or self._out):
-            self._out.append(b"\n")
-        self.broker.loop.call_later(self._beat_every, self._beat)
+            self.write(b"\n")
+        self.broker.loop.call(self._beat, self._beat_every)
 
     def _check_beats(self) -> None:
         if self.ending:
@@ -216,23 +185,24 @@ class Peer:
         if not self.stalled and time.monotonic() - self.last_read > limit:
             self.conversation.protest(f"no heartbeat for {limit:g} s")
             return
-        self.broker.loop.call_later(self._beats_due, self._check_beats)
+        self.broker.loop.call(self._check_beats, self._beats_due)
 
     def stall(self, *, write: bool = True) -> None:
         """Stop reading. With ``write=False``, also stop writing."""
         self.stalled, self.frozen = True, not write
+        self.broker.loop.call(self._go_on)
 
     def resume(self) -> None:
         """Read and write again."""
         self.stalled = self.frozen = False
         self.last_read = time.monotonic()
         self.work()
-        self.broker.loop.wake()
+        self.broker.loop.call(self._go_on)
 
     def cut(self, *, reset: bool = False) -> None:
         """End the connection. With ``reset``, send RST immediately. Otherwise, first
         write the queued bytes, unless the broker has stopped writing."""
-        if reset or self.frozen or self._handshaking:
+        if reset or self.frozen:
             self.end("cut by the script", reset=reset)
         else:
             self.hang_up()
@@ -241,19 +211,24 @@ class Peer:
         """Write the queued bytes, then end the connection."""
         if not self.ending:
             self._leaving = True
-            self.broker.loop.call_later(2.0, lambda: self.end("it took too long"))
+            self.broker.loop.call(lambda: self.end("it took too long"), 2.0)
             self._say_goodbye()
-            self.broker.loop.wake()
 
     def _say_goodbye(self) -> None:
+        if not (self._out or self._draining or self.closed):
+            self._draining = True
+            self.broker.loop.call(self._drain)
+            self._over()
+
+    def _drain(self) -> None:
         # Closing with unread bytes resets the connection, and the client may never see
         # what was written last. So read on, discarding everything, until the client
         # closes too.
-        if not (self._out or self._draining or self.closed):
-            self._draining = True
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_WR)
-            self._over()
+        self._transport.resume_reading()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
 
     def end(self, reason: str, *, reset: bool = False) -> None:
         """End the connection now. Queued bytes are lost."""
@@ -261,12 +236,11 @@ class Peer:
             return
         logger.debug("connection %d ends: %s", self.number, reason)
         self.closed = True
-        self.broker.loop.remove(self)
         if reset:
-            self.sock.setsockopt(
+            self._transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
             )
-        self.sock.close()
+        self.broker.loop.call(self._transport.abort)
         self._over()
 
     def _over(self) -> None:

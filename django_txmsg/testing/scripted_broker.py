@@ -18,57 +18,15 @@ import random
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from .broker_state import BrokerState, Split, StoredMessage
 from .conversation import Conversation
 from .frames import Frame
-from .loop import READ, Loop
 from .peer import Peer
 from .profiles import CLASSIC, PROFILES, Profile
 from .script import Rule
-
-
-class Listener:
-    """A listening socket in the broker's loop."""
-
-    def __init__(
-        self,
-        accepted: Callable[[socket.socket], None],
-        host: str,
-        port: int,
-        receive_buffer: int | None,
-    ) -> None:
-        """Start to listen. With port 0, the system chooses a free port. The attribute
-        ``port`` contains the port in use."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.sock = socket.socket(family, socket.SOCK_STREAM)
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if receive_buffer is not None:  # what is accepted inherits it
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self.sock.bind((host, port))
-        self.sock.listen(128)
-        self.sock.setblocking(False)
-        self.port: int = self.sock.getsockname()[1]
-        self._accepted = accepted
-
-    def wanted(self) -> int:
-        """Return READ, to wait for clients."""
-        return READ
-
-    def ready(self, events: int) -> None:
-        """Accept one client. The loop calls this again for the next client."""
-        try:
-            client, _ = self.sock.accept()
-        except OSError:
-            return  # it has gone again
-        self._accepted(client)
-
-    def close(self, loop: Loop) -> None:
-        """Stop listening. The caller holds the broker's lock."""
-        if self.sock.fileno() >= 0:
-            loop.remove(self)
-            self.sock.close()
 
 
 class ScriptedBroker(BrokerState):
@@ -106,10 +64,17 @@ class ScriptedBroker(BrokerState):
         #: How many connections were accepted so far.
         self.accepted = 0
         self._host, self._receive_buffer = host, receive_buffer
-        self._listener = Listener(self._accept, host, port, receive_buffer)
-        self.port = self._listener.port
-        self.loop.add(self._listener)
-        self.loop.start()
+        self._listen(port)
+
+    def _listen(self, port: int) -> None:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        sock = socket.create_server((self._host, port), family=family, backlog=128)
+        if self._receive_buffer is not None:  # what is accepted inherits it
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
+        self.port: int = sock.getsockname()[1]
+        self._listening = True
+        made = partial(Peer, self, Conversation, self._accept, self._forget)
+        self._server = self.loop.serve(sock, made, self.tls)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -215,8 +180,9 @@ class ScriptedBroker(BrokerState):
     def stop(self) -> None:
         """End every connection and refuse new connections."""
         with self.changed:
-            self._listener.close(self.loop)
-            self.cut()
+            self._listening = False
+        self.loop.close(self._server)
+        self.cut()
 
     def restart(self) -> None:
         """End every connection, drop the messages that are not persistent, and listen
@@ -224,10 +190,7 @@ class ScriptedBroker(BrokerState):
         self.stop()
         with self.changed:
             self.store.lose_volatile()
-            self._listener = Listener(
-                self._accept, self._host, self.port, self._receive_buffer
-            )
-            self.loop.add(self._listener)
+            self._listen(self.port)
 
     # -- inspection ---------------------------------------------------------------
 
@@ -276,11 +239,13 @@ class ScriptedBroker(BrokerState):
             self.peers.remove(peer)
         self.changed.notify_all()
 
-    def _accept(self, sock: socket.socket) -> None:
+    def _accept(self, peer: Peer) -> None:
+        if not self._listening:
+            peer.end("the broker has stopped meanwhile")
+            return
         self.accepted += 1
-        peer = Peer(self, sock, self.accepted, Conversation, self._forget)
+        peer.number = self.accepted
         self.peers.append(peer)
-        self.loop.add(peer)
         self.changed.notify_all()
 
     def close(self) -> None:
