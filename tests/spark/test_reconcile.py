@@ -16,6 +16,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.management.commands.pipeline import job_spec
 from django_txmsg.models import InboxMessage
 from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.jobs import reconcile
 from django_txmsg.spark.jobs.journeys import looked_at
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
@@ -152,6 +153,27 @@ def test_an_old_finding_is_gone_when_its_message_is_repaired(
     assert chosen["message_id"] == str(lost)
     [found] = run(spec, "findings", "--verdict", "never_received")["findings"]
     assert found["message_id"] == str(lost)
+
+
+def test_since_judges_all_messages_if_there_are_too_many_findings(
+    spark, make_log, lake: LakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message has two findings, so there are more findings than messages."""
+    log: Log = make_log("sqlite")
+    topic, messages = "topic:orders.placed", ids(20)
+    monkeypatch.setattr(reconcile, "MOST", len(messages))
+    listeners = (Subscription(topic, "shop", one) for one in ("a", "b"))
+    spec = JobSpec((log.spec,), lake, subscriptions=tuple(listeners))
+    of_all = {"destination": topic, "created_at": NOW - 72 * HOUR}
+    log.send([{**of_all, "message_id": one} for one in messages])
+    log.receive(
+        [{**of_all, "message_id": one, "stage": "a",
+          "first_received_at": NOW - 48 * HOUR} for one in messages]
+    )  # fmt: skip
+    found = {"late": 20, "never_received": 20}
+    assert run(spec, *JUDGE)["counts"] == found
+
+    assert run(spec, *JUDGE, "--since", "24h")["counts"] == found
 
 
 def test_a_delayed_message_is_judged_when_it_was_due(spark, log: Log) -> None:

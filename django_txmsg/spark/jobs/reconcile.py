@@ -310,9 +310,10 @@ def _judgement(
     if since is not None:
         rows = known.select("message_id", "verdict").distinct().limit(MOST + 1)
         standing = [(one, verdict) for one, verdict in rows.collect()]
+        cut = len(standing) > MOST
         standing += [(one, "dead") for one in _revived(log, since)]
         # To look for each of so many takes longer.
-        since = since if len(dict(standing)) <= MOST else None
+        since = None if cut or len(dict(standing)) > MOST else since
     late = dict(spec.late_after)
     general = late.pop("*", LATE_AFTER.total_seconds())
     outbox_from = log.known_from("outbox")
