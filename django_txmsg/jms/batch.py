@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from . import destination as destinations
 from .delivery import DEFAULT, Encoded, EncodedMessage, transaction_line
@@ -86,12 +86,13 @@ class _OfMany(Pending):
 def send(
     session: SendingSession,
     messages: Sequence[Item],
-    timeout: float,
+    patience: Callable[[], float],
     *,
     isolate: bool,
     keys: Sequence[str] = (),
 ) -> Outcomes:
-    """Send all messages and return one outcome for each, in order."""
+    """Send all messages and return one outcome for each, in order. ``patience``
+    returns how long the next step may wait."""
     outcomes: Outcomes = [None] * len(messages)
     encoded: list[tuple[int, Encoded]] = []
     for index, item in enumerate(messages):
@@ -115,18 +116,18 @@ def send(
         part = _unspoilt(whole, keys, outcomes)
         together = in_transaction and len(part) >= _WORTH_A_TRANSACTION
         transaction = Transaction(session.link) if together else None
-        if transaction is None or not _ended(transaction, part, outcomes, timeout):
+        if transaction is None or not _ended(transaction, part, outcomes, patience):
             if transaction is not None and transaction.left_open:
                 left_open = transaction
             for wave in _waves(part, keys):
                 sent = _unspoilt(wave, keys, outcomes)
                 if sent:
-                    _with_receipts(session, sent, outcomes, timeout)
+                    _with_receipts(session, sent, outcomes, patience())
         if isolate and isinstance(outcomes[whole[0][0]], SendRejectedError):
             # A broker that hangs up after its ERROR must not take down the next
             # message.
             with contextlib.suppress(MessagingError):
-                session.link.barrier(timeout=timeout).wait()
+                session.link.barrier(timeout=patience()).wait()
     if left_open is not None:
         left_open.free()  # every message has its outcome
     for index, one in encoded:
@@ -227,7 +228,7 @@ def _ended(
     transaction: Transaction,
     part: list[tuple[int, Encoded]],
     outcomes: Outcomes,
-    timeout: float,
+    patience: Callable[[], float],
 ) -> bool:
     """Send the messages in one transaction, record the outcomes, and return True.
     Return False if the broker rolled the transaction back. The caller must then send
@@ -241,7 +242,7 @@ def _ended(
             link.check_alive()
             transaction.begin()
             transaction.loose(data)
-        transaction.commit(timeout, hurried=True)
+        transaction.commit(patience, hurried=True)
     except TransactionRolledBackError as rolled_back:
         if link.error is None:
             return False

@@ -355,6 +355,19 @@ class Link:
             raise ValueError(f"A timeout is more than 0 seconds, not {timeout!r}.")
         return timeout
 
+    def patience(self, timeout: float | None) -> Callable[[], float]:
+        """Return a function that returns how long the next of several steps may wait,
+        in seconds. For ``None``, each step has the connection's default. Otherwise, the
+        steps share the timeout.
+
+        Raises ``ValueError`` for an invalid timeout.
+        """
+        seconds = self.seconds(timeout)
+        if timeout is None:
+            return lambda: seconds
+        give_up = time.monotonic() + seconds
+        return lambda: max(0.001, give_up - time.monotonic())
+
     def put(self, data: bytes, pending: Pending, *, at_once: bool = False) -> None:
         """Queue a frame that asks for a receipt. With ``at_once``, write the frame
         immediately if no other frame is queued. The caller holds the lock."""

@@ -125,6 +125,10 @@ class Session(SendingSession):
         Messages of one key stay in order. With ``isolate``, the call sends a message
         only after the previous outcome is known. The caller thus finds the message that
         breaks a connection.
+
+        All steps of the call share ``timeout``. By default, the connection's
+        ``send_timeout`` limits the wait for each answer of the broker: a COMMIT with
+        too little time would be in doubt, and its messages would be sent again.
         """
         self.check_usable()
         if self.transacted:
@@ -132,11 +136,11 @@ class Session(SendingSession):
                 "send_batch() proves each message on its own and cannot be part of a "
                 "transaction. Use a session with transacted=False."
             )
-        seconds = self.link.seconds(timeout)
+        patience = self.link.patience(timeout)
         with self.link.lock, self.link.whole:
             self.sends.take(0)  # for close() to wait for
         try:
-            return batch.send(self, messages, seconds, isolate=isolate, keys=keys)
+            return batch.send(self, messages, patience, isolate=isolate, keys=keys)
         finally:
             with self.link.lock:
                 self.sends.release(0)
@@ -220,7 +224,7 @@ class Session(SendingSession):
         transaction = self._end_transaction()
         self.sends.wait(transaction.last_send)
         try:
-            transaction.commit(seconds)
+            transaction.commit(lambda: seconds)
         except MessagingError as error:
             self._ends = None
             if redeliver and isinstance(error, TransactionRolledBackError):

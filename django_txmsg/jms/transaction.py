@@ -8,6 +8,7 @@ refuse one of the messages and still commit the others.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from . import frames
 from .errors import (
@@ -117,10 +118,11 @@ class Transaction:
         if not self.confirms:
             self.link.changed.notify_all()
 
-    def commit(self, timeout: float, *, hurried: bool = False) -> None:
-        """Commit on the broker. If an earlier call was interrupted, continue it. With
-        `hurried`, disconnect if the broker does not answer in time, instead of waiting
-        as long again for the answer to ABORT.
+    def commit(self, patience: Callable[[], float], *, hurried: bool = False) -> None:
+        """Commit on the broker. If an earlier call was interrupted, continue it.
+        ``patience`` returns how long the next step may wait. With ``hurried``,
+        disconnect if the broker does not answer in time, instead of waiting as long
+        again for the answer to ABORT.
 
         Raises ``TransactionRolledBackError`` if the transaction is rolled back. Raises
         ``TransactionInDoubtError`` if COMMIT was written and the broker did not answer,
@@ -130,9 +132,9 @@ class Transaction:
         joined = self.link.dialect.acks_join_transaction
         try:
             if self.committing is None:
-                self._prove_frames(acks if joined else [], timeout, hurried)
+                self._prove_frames(acks if joined else [], patience, hurried)
             if self._begun:
-                self._finish(timeout)
+                self._finish(patience)
         except ConnectionLostError as error:
             raise self._rolled_back(error) from error
         if joined:
@@ -146,7 +148,9 @@ class Transaction:
                 f"not acknowledged: {error}"
             ) from error
 
-    def _prove_frames(self, ack_ids: list[str], timeout: float, hurried: bool) -> None:
+    def _prove_frames(
+        self, ack_ids: list[str], patience: Callable[[], float], hurried: bool
+    ) -> None:
         """Wait until the broker has handled all frames of the transaction. If a frame
         has failed, abort the transaction and raise."""
         if ack_ids and self.error is None:
@@ -159,18 +163,17 @@ class Transaction:
         answers = self.link.dialect.answers_inside_transaction
         if self._has_loose_frames and answers and self.error is None:
             try:
-                self.link.barrier(timeout=timeout, owner=self).wait()
+                self.link.barrier(timeout=patience(), owner=self).wait()
             except MessagingError as error:
                 self.fail(error)
                 if hurried and isinstance(error, TimeoutError):
                     self.link.lose(f"transaction {self.name}: {error}", silent=True)
         if self.error is not None:
-            self.abort(timeout)
+            self.abort(patience())
             raise self._rolled_back(self.error) from self.error
 
-    def _finish(self, timeout: float) -> None:
-        # A time-out of its own: a COMMIT with too little time would be in doubt, and
-        # its messages would be sent again.
+    def _finish(self, patience: Callable[[], float]) -> None:
+        timeout = patience()
         give_up = time.monotonic() + timeout
         if self.committing is None:
             with self.link.lock:
@@ -185,7 +188,7 @@ class Transaction:
             if not self.link.dialect.commit_proves_sends:
                 self._wait_for_confirms(give_up)
         except MessagingError as error:
-            raise self._outcome(error, timeout) from error
+            raise self._outcome(error, patience()) from error
 
     def _request(self, command: str, timeout: float) -> Request:
         what = f"{command} of transaction {self.name}"

@@ -4,6 +4,7 @@ rejected."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -182,9 +183,10 @@ def test_a_batch_whose_barrier_is_not_answered_waits_for_no_abort(
 
 
 def test_the_commit_of_a_batch_has_a_time_out_of_its_own(
-    broker: ScriptedBroker, session: jms.Session
+    broker: ScriptedBroker, connect: Connect
 ) -> None:
     """The broker answers the barrier just in time, and COMMIT after that time-out."""
+    session = connect(broker, send_timeout=3).create_session()
     broker.on("ABORT").hold_receipt()
     broker.on("COMMIT").hold_receipt()
 
@@ -199,11 +201,29 @@ def test_the_commit_of_a_batch_has_a_time_out_of_its_own(
     first.start()
     second.start()
 
-    outcomes = session.send_batch(batch_of(4), timeout=3)
+    outcomes = session.send_batch(batch_of(4))
 
     first.join()
     second.join()
     assert outcomes == [None] * 4
+
+
+def test_the_barrier_and_the_commit_of_a_batch_share_the_time_out_of_the_call(
+    broker: ScriptedBroker, session: jms.Session
+) -> None:
+    broker.on("ABORT").hold_receipt()
+    broker.on("COMMIT").drop_receipt()
+    late = threading.Timer(2.0, broker.release)
+    late.start()
+
+    began = time.monotonic()
+    outcomes = session.send_batch(batch_of(4), timeout=3)
+    took = time.monotonic() - began
+    late.join()
+
+    assert all(isinstance(e, jms.SendOutcomeUnknownError) for e in outcomes)
+    assert len(broker.received("COMMIT")) == 1
+    assert took < 4.5
 
 
 @pytest.mark.parametrize("stored", [True, False])
