@@ -65,13 +65,10 @@ class Txmsg:
 
 
 @pytest.fixture
-def txmsg(request: pytest.FixtureRequest) -> Txmsg:
+def txmsg(db: None) -> Txmsg:
     """Gives a test access to the database, and an object with `sent` and `drain()`."""
-    if not request.config.pluginmanager.hasplugin("django"):
-        raise pytest.UsageError(
-            "The fixture txmsg needs pytest-django: pip install pytest-django"
-        )
-    request.getfixturevalue("db")
+    # As a parameter: pytest-django creates the test databases of the tests whose
+    # fixtures name `db` when they are collected. All others would use the real one.
     return Txmsg()
 
 

@@ -83,15 +83,58 @@ def test_plugin_imports_nothing_unless_asked(
     result.assert_outcomes(passed=1)
 
 
-def test_without_pytest_django_the_fixture_says_what_to_install(
+def test_a_run_of_only_this_fixture_uses_the_test_database(
     pytester: pytest.Pytester,
 ) -> None:
-    pytester.makepyfile("def test_it(txmsg): pass")
+    plugged.write(
+        pytester.path,
+        test_only="""
+            from django.db import connection
 
-    result = pytester.runpytest_subprocess(*PLUGIN, *QUIETLY, "-p", "no:django")
+            def test_it(txmsg):
+                assert connection.settings_dict["NAME"] == "test_shop.sqlite3"
+                assert not txmsg.sent
+        """,
+    )
+    (pytester.path / "shop.sqlite3").touch()
 
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*pip install pytest-django*"])
+    result = pytester.runpytest_subprocess(*PLUGIN, *QUIETLY)
+
+    result.assert_outcomes(passed=1)
+    assert (pytester.path / "shop.sqlite3").stat().st_size == 0
+
+
+@pytest.mark.parametrize("transaction", [False, True])
+def test_the_fixture_uses_the_test_databases_of_the_mark(
+    pytester: pytest.Pytester, transaction: bool
+) -> None:
+    plugged.write(
+        pytester.path,
+        test_only=f"""
+            import pytest
+            from django.db import connections
+
+            @pytest.mark.django_db(
+                transaction={transaction}, databases=["default", "other"]
+            )
+            def test_it(txmsg):
+                for alias in ("default", "other"):
+                    connection = connections[alias]
+                    assert connection.settings_dict["NAME"].startswith("test_")
+                    assert connection.in_atomic_block is not {transaction}
+                assert not txmsg.sent
+        """,
+    )
+    with (pytester.path / "shop" / "settings.py").open("a") as settings:
+        settings.write(
+            "\nDATABASES['other'] = {**DATABASES['default'], 'NAME': 'other.sqlite3',"
+            " 'TEST': {'NAME': 'test_other.sqlite3'}}\n"
+        )
+
+    result = pytester.runpytest_subprocess(*PLUGIN, *QUIETLY)
+
+    assert result.ret == 0, result.stdout.str() + result.stderr.str()
+    result.assert_outcomes(passed=1)
 
 
 def test_the_markers_are_known_and_explained(pytester: pytest.Pytester) -> None:
