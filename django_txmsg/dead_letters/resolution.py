@@ -21,6 +21,7 @@ from ..errors import InvalidMessage, TxmsgError
 from ..models import BulkOperation, DeadLetter, InboxMessage, Run, StopRequest, Worker
 from ..models.dead_letter import Resolution
 from ..models.fields import KEY_LENGTH, clock
+from ..models.inbox_order import Turn
 from ..models.outbox_store import NewMessage
 from ..models.run import WaitsFor
 from ..models.worker import living
@@ -184,6 +185,10 @@ def discard(
         if undone.get(one.pk, []) is None and not operation.force
     }
     batch = [one for one in batch if one.pk not in tally.skipped]
+    if not operation.force:
+        overtaking = _overtaking(batch, using)
+        tally.skipped |= overtaking
+        batch = [one for one in batch if one.pk not in overtaking]
     tally.done += _resolve(
         batch, using, Resolution.DISCARDED, operation.by, operation=operation.pk
     )
@@ -202,6 +207,30 @@ def discard(
     ordered = {one.name for one in all_stages() if one.ordered}
     for stage in ordered & {one.stage for one in batch}:
         order.wake(stage, [one.message_id for one in batch if one.stage == stage])
+
+
+def _overtaking(batch: list[DeadLetter], using: str) -> dict[int, str]:
+    """Return the dead letters that were buried unread, and whose predecessor still
+    blocks its followers and is not discarded with them, each with the reason to skip
+    it. If they were discarded, the messages behind them would overtake the
+    predecessor."""
+    blocking = {one.name for one in all_stages() if one.ordered == "block"}
+    order = InboxMessage.order.db_manager(using)
+    going = {(one.message_id, one.stage) for one in batch}
+    found: dict[int, str] = {}
+    unread = [
+        (after, one)
+        for one in batch
+        if one.reason == burial.REASON and one.stage in blocking
+        if (after := wire.after(one.headers))
+    ]
+    for (before, at), one in sorted(unread, key=lambda pair: pair[0][1]):
+        row = order.filter(message_id=before, stage=one.stage)
+        passed = order.has_come(Turn(one.stage, "", False, before, at))
+        if (before, one.stage) not in going and row.exists() and not passed:
+            found[one.pk] = f"first resolve the message before it in its key, {before}"
+            going.discard((one.message_id, one.stage))
+    return found
 
 
 def _undone_by(undo: DeadLetter) -> list[str] | None:

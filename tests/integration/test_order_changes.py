@@ -53,9 +53,11 @@ from tests.factories import WorkerFactory
 from tests.faults import wait_until
 from tests.integration.test_ordered import (
     deliver,
+    due_now,
     effect,
     effects,
     redeliver,
+    refusing,
     send_chain,
     settle,
     taken,
@@ -621,6 +623,27 @@ def test_followers_wait_for_a_message_that_needed_newer_code_when_it_arrived() -
         assert not Attempt.objects.exists()
 
 
+def test_message_that_was_buried_unread_is_discarded_after_its_predecessor() -> None:
+    with declared(refusing(0), ordered="block") as stage:
+        sent = send_chain(stage.destination, [0, 1, 2, 3])
+        zero, one, two, three = taken(stage.destination)
+        deliver(stage.destination, zero, two, one, three)
+        step(stage, times=4)
+        need_newer_code(message_id__in=[sent[1].id, sent[2].id])
+        assert bury_unread("default", stage.name) + bury_unread("default") == 2
+        letters = {one.message_id: one.pk for one in DeadLetter.objects.all()}
+        ids = [letters[one.id] for one in sent[:3]]
+        for together in (ids[1:2], ids[1:3], ids[2:3]):
+            discard(together)
+            assert DeadLetter.objects.filter(resolution="open").count() == 3
+        due_now()
+        step(stage)
+        assert effects() == []
+        discard(ids)
+        settle(stage, 1)
+    assert effects() == ["3"]
+
+
 def test_messages_that_were_buried_unread_are_redelivered_in_order() -> None:
     with declared(effect, ordered="block") as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
@@ -641,6 +664,11 @@ def test_messages_that_were_buried_unread_are_redelivered_in_order() -> None:
 
 def finish(kind: BulkKind, letter: DeadLetter) -> None:
     bulk.finish(bulk.start(kind, {"ids": [letter.pk]}, using="default", by="test"))
+
+
+def discard(ids: list[int]) -> None:
+    wanted = {"ids": ids}
+    bulk.finish(bulk.start(BulkKind.DISCARD, wanted, using="default", by="test"))
 
 
 def genuine() -> list[str]:
