@@ -421,7 +421,8 @@ def _copied_headers(letter: DeadLetter, headers: Mapping[str, str]) -> dict[str,
     operator cannot edit (the type of the body, the conversation, and the link to the
     predecessor, unless the message's turn has come at a stage)."""
     kept = wire.conversation(letter.headers)
-    for name in (wire.TYPE,) if letter.stage else (wire.TYPE, wire.AFTER):
+    came = letter.stage and letter.reason != burial.REASON
+    for name in (wire.TYPE,) if came else (wire.TYPE, wire.AFTER):
         if name in letter.headers:
             kept[name] = letter.headers[name]
     given = check_headers(wire.senders(headers))

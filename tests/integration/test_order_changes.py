@@ -644,6 +644,21 @@ def test_message_that_was_buried_unread_is_discarded_after_its_predecessor() -> 
     assert effects() == ["3"]
 
 
+def test_copy_of_a_message_that_was_buried_unread_keeps_its_place() -> None:
+    with declared(refusing(0), ordered="block") as stage:
+        sent = send_chain(stage.destination, [0, 1, 2])
+        step(stage, times=3)
+        need_newer_code(message_id=sent[1].id)
+        assert bury_unread("default", stage.name) == 1
+        dead, unread = DeadLetter.objects.order_by("pk")
+        resolution.redeliver_copy(unread, headers={}, body=b'"edited"')
+        step(stage, times=3)
+        assert effects() == []
+        finish(BulkKind.DISCARD, dead)
+        settle(stage, 2)
+    assert effects() == ["edited", "2"]
+
+
 def test_messages_that_were_buried_unread_are_redelivered_in_order() -> None:
     with declared(effect, ordered="block") as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
