@@ -19,7 +19,7 @@ from .. import conf, rules, signals, wire
 from ..envelope.failure import Failure, storable
 from ..models import DeadLetter, InboxMessage
 from ..models.dead_letter import Resolution
-from ..models.fields import Holds
+from ..models.fields import Holds, clock
 from ..models.outbox_claim import Claimed
 from ..rules import inbox
 from ..sending import answering
@@ -130,8 +130,9 @@ def bury_unread(using: str, stage: str = "") -> int:
     messages. If an operator redelivers such a message, it waits for the newer code
     again. A revoked message ends without a dead letter, and is not counted.
 
-    At an ordered stage, skip a message whose predecessor is here, and not processed or
-    dead yet: the messages behind it would overtake the predecessor."""
+    At an ordered stage, skip a message whose predecessor is neither processed nor dead:
+    the messages behind it would overtake the predecessor. But if the predecessor has
+    not arrived ORDER_PATIENCE after the message, it counts as lost."""
     rows = InboxMessage.objects.using(using)
     waiting = (
         rows.filter(Holds(inbox.NEEDS_NEWER_CODE))
@@ -142,6 +143,7 @@ def bury_unread(using: str, stage: str = "") -> int:
         waiting = waiting.filter(stage=stage)
     brokers = {one.name: one.broker for one in all_stages()}
     ordered = {one.name for one in all_stages() if one.ordered}
+    since = clock(using) - dt.timedelta(seconds=conf.get().ORDER_PATIENCE)
     buried, last = 0, 0
     while found := list(waiting.filter(pk__gt=last)[:_BATCH]):
         last = found[-1].pk
@@ -150,7 +152,9 @@ def bury_unread(using: str, stage: str = "") -> int:
                 before = wire.after(row.headers or {})
                 if before is not None and row.stage in ordered:
                     earlier = rows.filter(message_id=before[0], stage=row.stage)
-                    if earlier.filter(Holds(inbox.OPEN)).exists():
+                    ends = earlier.values_list("processed_at", "dead_at").first()
+                    coming = ends is None and row.first_received_at > since
+                    if coming or ends == (None, None):
                         continue
                 # Newer code may have claimed it meanwhile, or be processing it now.
                 token = uuid.uuid4()
