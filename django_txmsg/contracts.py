@@ -21,9 +21,9 @@ from django.db.models import Q
 
 from . import codecs, conf, wire
 from .envelope import message_type as message_types
-from .envelope.message_type import class_of, declaration
+from .envelope.message_type import declaration
 from .envelope.schema_reader import Fault, faults
-from .envelope.typed_body import BodyType, members
+from .envelope.typed_body import BodyType
 from .errors import ConfigurationError
 from .models import DeadLetter, InboxMessage, OutboxMessage, QueueMessage
 from .models.dead_letter import Resolution
@@ -161,10 +161,9 @@ class _Builder:
             self._describe(message, one)
 
     def _describe(self, name: str, body: BodyType) -> None:
-        cls = _class(body)
-        if self._classes.get(name) is cls:
+        if self._classes.get(name) is body.cls:
             return  # it may have another form here, such as `cls | None`
-        self._classes.setdefault(name, cls)
+        self._classes.setdefault(name, body.cls)
         described: Contract = {"name": name, "contentType": wire.JSON}
         schema = body.codec.schema(body.annotation)
         if schema is not None:
@@ -212,7 +211,7 @@ class _Builder:
         This is the declared `readable_from`. If none is declared, this is the oldest
         version since which all changes are compatible."""
         known = self._known.get(body.name, {})
-        if not known or declaration(_class(body)).readable_from is not None:
+        if not known or declaration(body.cls).readable_from is not None:
             return body.oldest_reader
         version: int = known.get(VERSION, 1)
         if version == body.version:
@@ -224,11 +223,6 @@ class _Builder:
                 break
             oldest -= 1
         return oldest
-
-
-def _class(body: BodyType) -> type:
-    """Return the class of the bodies, also for `cls | None`."""
-    return next(filter(None, map(class_of, members(body.annotation))), object)
 
 
 def _unreadable(body: BodyType, schema: Contract | None, older: Contract) -> list[int]:

@@ -88,8 +88,9 @@ class BodyType:
 
     @property
     def cls(self) -> type:
-        """The class of the bodies, or `object` if they have no class."""
-        return class_of(self.annotation) or object
+        """The class of the bodies, also for `cls | None`, or `object` if they have no
+        class."""
+        return next(filter(None, map(class_of, members(self.annotation))), object)
 
     @cached_property
     def header(self) -> str:

@@ -170,6 +170,15 @@ class Changed(Flow[Ruled, int], name="rules.flow", within=HOUR, version=2):
         return self.amount + reply.number
 
 
+@shelved
+class Lenient(Obedient, name="rules.lenient"):
+    """Its signal takes an optional body."""
+
+    @signal
+    def remarked(self, remark: Remark | None) -> None:
+        self.remarks = [*self.remarks, remark.text if remark else ""]
+
+
 @upgrade("rules.flow", from_version=1)
 def with_amount(state: dict[str, Any]) -> dict[str, Any]:
     return {"amount": 100 * state["number"]}
@@ -438,6 +447,16 @@ def test_a_signal_reaches_a_new_run_of_a_used_key_whatever_its_hosts_clock(
     second.refresh_from_db()
     assert '"remarks":["in time"]' in second.state
     assert (late, DeadLetter.objects.count()) == ([], 0)
+
+
+def test_a_signal_may_take_an_optional_body() -> None:
+    with at_hand(Lenient):
+        with transaction.atomic():
+            run = start(Lenient, Ruled(1), key="1")
+            Lenient.signal("1", Remark("well"))
+        drain("rules.lenient", "rules.lenient.steps")
+    run.refresh_from_db()
+    assert run.state == '{"number":1,"remarks":["well"]}'
 
 
 def test_a_signal_during_the_undo_is_late(
