@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from . import codecs, conf, wire
 from .envelope import message_type as message_types
 from .envelope.message_type import declaration
 from .envelope.schema_reader import Fault, faults
-from .envelope.typed_body import BodyType
+from .envelope.typed_body import BodyType, members
 from .errors import ConfigurationError
 from .models import DeadLetter, InboxMessage, OutboxMessage, QueueMessage
 from .models.dead_letter import Resolution
@@ -149,8 +150,7 @@ class _Builder:
             name,
             {"action": action, "channel": {"$ref": _pointer("channels", address)}},
         )
-        for one in types:
-            message = one.name or f"{address.replace(':', '.')}.body"
+        for message, one in _forms(address, types):
             channel["messages"][message] = {
                 "$ref": _pointer("components", "messages", message)
             }
@@ -161,11 +161,10 @@ class _Builder:
             self._describe(message, one)
 
     def _describe(self, name: str, body: BodyType) -> None:
-        if self._classes.get(name) is body.cls:
-            return  # it may have another form here, such as `cls | None`
-        self._classes.setdefault(name, body.cls)
         described: Contract = {"name": name, "contentType": wire.JSON}
-        schema = body.codec.schema(body.annotation)
+        schema: Contract | None = {"type": "null"}
+        if body.annotation is not type(None):
+            schema = body.codec.schema(body.annotation)
         if schema is not None:
             within = _pointer("components", "messages", name, "payload", "schema")
             described["payload"] = {
@@ -185,7 +184,11 @@ class _Builder:
                 "type": "object",
                 "properties": {wire.TYPE: {"type": "string"}},
             }
-        if self._messages.setdefault(name, described) != described and body.name:
+        same = self._classes.setdefault(name, body.cls) is body.cls
+        known = self._messages.setdefault(name, described)
+        # A class may have another description elsewhere, but no other fields.
+        same = same and _alike(schema_of(known), schema)
+        if body.name and known != described and not same:
             raise ConfigurationError(
                 f"Two types of messages with different schemas or versions are named "
                 f"{name!r}. Give one of them another name: @message_type(…)."
@@ -223,6 +226,27 @@ class _Builder:
                 break
             oldest -= 1
         return oldest
+
+
+def _forms(address: str, types: tuple[BodyType, ...]) -> Iterator[tuple[str, BodyType]]:
+    """Yield the messages of these types, each with its name. The null of `cls | None`
+    is a message too. So each channel shows whether it may have a null body."""
+    for one in types:
+        if not one.name:
+            yield f"{address.replace(':', '.')}.body", one
+            continue
+        for form in members(one.annotation):
+            if form is type(None):
+                yield f"{one.name}.null", BodyType(form, one.codec)
+            else:
+                yield one.name, replace(one, annotation=form)
+
+
+def _alike(one: Contract | None, other: Contract | None) -> bool:
+    """Return whether each schema accepts the bodies of the other."""
+    if one is None or other is None:
+        return one is other
+    return not faults(one, other) and not faults(other, one)
 
 
 def _unreadable(body: BodyType, schema: Contract | None, older: Contract) -> list[int]:
