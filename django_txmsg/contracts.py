@@ -131,7 +131,7 @@ class _Builder:
                 () if reader is None else reader.types,
             )
         service = conf.get().SERVICE
-        return {
+        contract: Contract = {
             "asyncapi": ASYNCAPI,
             "info": {"title": service, "version": "1.0.0"},
             "defaultContentType": wire.JSON,
@@ -139,6 +139,11 @@ class _Builder:
             "operations": self._operations,
             "components": {"messages": self._messages},
         }
+        # Of a type that is only sent, `check` has reported no break of old bodies.
+        for name in _named(contract, "receive"):
+            if unreadable := _unreadable(name, self._messages[name]):
+                self._messages[name][UNREADABLE] = unreadable
+        return contract
 
     def _operate(
         self, action: str, name: str, address: str, types: tuple[BodyType, ...]
@@ -178,8 +183,6 @@ class _Builder:
             described[READABLE_FROM] = oldest
             if older:
                 described[READERS] = older
-            if unreadable := _unreadable(body, schema, older):
-                described[UNREADABLE] = unreadable
             described["headers"] = {
                 "type": "object",
                 "properties": {wire.TYPE: {"type": "string"}},
@@ -249,13 +252,14 @@ def _alike(one: Contract | None, other: Contract | None) -> bool:
     return not faults(one, other) and not faults(other, one)
 
 
-def _unreadable(body: BodyType, schema: Contract | None, older: Contract) -> list[int]:
+def _unreadable(name: str, message: Contract) -> list[int]:
     """Return the older versions whose bodies this code cannot read."""
+    schema = schema_of(message)
     return sorted(
         int(version)
-        for version, other in older.items()
+        for version, other in message.get(READERS, {}).items()
         if schema is not None
-        and not message_types.needed(body.name, int(version), body.version)
+        and not message_types.needed(name, int(version), message[VERSION])
         and faults(schema, other)
     )
 

@@ -485,6 +485,18 @@ def test_check_reports_a_removed_upgrader_until_the_export(
         assert run("check", file) == ("The contract matches the code.\n", 0)
 
 
+def test_check_reports_a_break_when_a_stage_first_takes_a_sent_type() -> None:
+    """While the type was only sent, no one was shown the break."""
+    agreed: contracts.Contract = {}
+    for cls in (First, Demanding):
+        agreed = contract(agreed, sends={"orders.place": cls})
+
+    with service(takes={"orders.place": Demanding}):
+        found = contracts.breaking(agreed, contracts.build(agreed))
+
+    assert [str(one) for one in found] == [f"shop.Order: $.currency: missing; {IN}"]
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", '"a"', "<<<<<<< HEAD", None])
 def test_a_file_that_is_no_contract_is_named(
     tmp_path: Path, content: str | None
