@@ -215,16 +215,19 @@ class _Builder:
     ) -> int:
         """Return the oldest version that can read the bodies which this code sends.
         This is the declared `readable_from`. If none is declared, this is the oldest
-        version since which all changes are compatible."""
+        version since which all changes are compatible. A change without a new version
+        can only raise it: messages with this version are on their way already."""
         known = self._known.get(body.name, {})
         if not known or declaration(body.cls).readable_from is not None:
             return body.oldest_reader
-        version: int = known.get(VERSION, 1)
-        if version == body.version:
-            oldest: int = known.get(READABLE_FROM, version)
-            return oldest
+        least: int = 1
+        if known.get(VERSION, 1) == body.version:
+            least = known.get(READABLE_FROM, body.version)
+            was = _pointer("components", "messages", body.name, "payload", "schema")
+            if schema is None or _rooted(schema, was) == schema_of(known):
+                return least
         oldest = body.version
-        while reader := older.get(str(oldest - 1)):
+        while oldest > least and (reader := older.get(str(oldest - 1))):
             if schema is None or faults(reader, schema, ours=True):
                 break
             oldest -= 1
@@ -350,6 +353,9 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
             continue
         found: dict[tuple[Fault, str], None] = {}  # each once, in order
         accepted = before.get(UNREADABLE, ())
+        oldest = message.get(READABLE_FROM, 1)
+        if now == was:  # messages have the old number until the next export
+            oldest = min(oldest, before.get(READABLE_FROM, 1))
         for version, other in _versions(before, was):
             if (
                 name in received
@@ -357,7 +363,7 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
                 and not message_types.needed(name, version, now)
             ):
                 found |= dict.fromkeys((f, OLD_MESSAGES) for f in faults(schema, other))
-            if name in sent and message.get(READABLE_FROM, 1) <= version:
+            if name in sent and oldest <= version:
                 there = faults(other, schema, ours=True)
                 found |= dict.fromkeys((f, OLD_READERS) for f in there)
         for fault, breaks in found:

@@ -273,7 +273,8 @@ def test_the_oldest_version_that_can_read_a_message_is_sent(
         for cls, before, after in (
             (First, "shop.Order;v=1;min=1", "shop.Order;v=1;min=1"),
             (Compatible, "shop.Order;v=2;min=2", "shop.Order;v=2;min=1"),
-            (Breaking, "shop.Order;v=2;min=1", "shop.Order;v=2;min=1"),
+            (Breaking, "shop.Order;v=2;min=1", "shop.Order;v=2;min=2"),
+            (Compatible, "shop.Order;v=2;min=2", "shop.Order;v=2;min=2"),
         ):
             with service(takes={"orders.place": cls}):
                 assert codecs.body_type(cls).header == before
@@ -450,7 +451,12 @@ def test_the_command_writes_and_checks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "classes",
-    [(First, Breaking), (First, Demanding), (First, Compatible, Unversioned)],
+    [
+        (First, Breaking),
+        (First, Demanding),
+        (First, Compatible, Unversioned),
+        (First, Compatible, Breaking),
+    ],
 )
 def test_check_passes_after_the_export_of_a_break(
     classes: tuple[type, ...], tmp_path: Path
