@@ -37,7 +37,12 @@ def publish(app: Any, publications: Sequence[Publication]) -> None:
     left = [
         Outgoing(
             one.headers.get("task", ""),
-            {HEADER: one.text(), wire.CONTENT_TYPE: one.content_type},
+            {
+                HEADER: one.text(),
+                wire.CONTENT_TYPE: one.content_type,
+                # The task's id, by which the broker returns the message.
+                wire.MESSAGE_ID: one.properties.get("correlation_id", ""),
+            },
             one.body,
         )
         for one in publications
