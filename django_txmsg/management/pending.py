@@ -15,7 +15,6 @@ from django.db import transaction
 
 from .. import wire
 from ..consuming import deadline
-from ..errors import InvalidMessage
 from ..models import BulkOperation, OutboxMessage
 from ..models.fields import local
 from ..models.monitoring import Deed
@@ -115,12 +114,6 @@ class Reschedule(_PerMessage):
         return {
             name: options[name] for name in ("delay", "at") if options[name] is not None
         }
-
-    def handle(self, *args: Any, **options: Any) -> None:
-        try:
-            super().handle(*args, **options)
-        except InvalidMessage as error:
-            raise CommandError(str(error)) from error
 
 
 def _delay(text: str) -> dt.timedelta:

@@ -14,13 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, OutputWrapper
-from django.db import (
-    DatabaseError,
-    InterfaceError,
-    OperationalError,
-    connections,
-    router,
-)
+from django.db import Error as AnyDatabaseError
+from django.db import OperationalError, connections, router
 from django.db.models import Model
 
 from ..envelope.stage_options import UNITS
@@ -99,7 +94,7 @@ class DatabaseCommand(BaseCommand):
             return super().execute(*args, **options)
         except TxmsgError as error:
             raise CommandError(str(error)) from error
-        except (DatabaseError, InterfaceError) as error:
+        except AnyDatabaseError as error:
             if not _helps_to_repeat(error):
                 raise
             raise CommandError(
@@ -135,7 +130,7 @@ def require_tables(*aliases: str, waits: bool = False) -> None:
             raise CommandError(f"No database {alias!r} in DATABASES; known: {known}.")
         try:
             names = connections[alias].introspection.table_names()
-        except (DatabaseError, InterfaceError) as error:
+        except AnyDatabaseError as error:
             if waits:
                 continue
             raise CommandError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -17,7 +18,7 @@ from tests.faults import wait_until
 def server() -> Iterator[HttpServer]:
     """A server that answers."""
     found = HttpServer("127.0.0.1:0", lambda within: "")
-    with found.answering():
+    with found.answering(sys.stderr):
         yield found
 
 

@@ -29,6 +29,7 @@ from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
 from ...runtime import liveness
 from ...runtime.connections import LARGE
+from ...runtime.thread_group import start_daemon
 from ...sending.scope import handlers_running
 from . import _supervisor
 
@@ -55,10 +56,7 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
     with _supervisor.signals_read(signals, lambda number: None) as reading:
         # A main thread that waits in C, for a database or a name server, runs no signal
         # handler. This thread ends with the block, which closes the socket's other end.
-        obeying = (reading.dup(), signals, stop, stderr)
-        threading.Thread(
-            target=_obey, args=obeying, name="txmsg-signals", daemon=True
-        ).start()
+        start_daemon("txmsg-signals", _obey, reading.dup(), signals, stop, stderr)
         yield
 
 

@@ -24,7 +24,7 @@ from django.db import Error as AnyDatabaseError
 
 from ... import conf, signals
 from ...consuming.consumer import Consumer
-from ...errors import ConfigurationError, TxmsgError
+from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
 from ...monitoring.alerting import Alerting
 from ...monitoring.databases import with_tables
@@ -173,7 +173,6 @@ class Lines:
 
     def __init__(self, write: Any, style: Style, consumed: Collection[str]) -> None:
         self._write, self._style, self._consumed = write, style, consumed
-        self._broken = False
 
     @contextmanager
     def printing(self) -> Iterator[None]:
@@ -229,13 +228,7 @@ class Lines:
 
     def _say(self, what: str, where: str, *, id: object, **_: Any) -> None:
         now = time.strftime("%H:%M:%S")  # like the development server
-        if self._broken:
-            return
-        try:
-            self._write(f"{now} {printable(where)}: {what}  {id}")
-        except (OSError, ValueError):
-            # The reader of our output is gone, but the messages are not.
-            self._broken = True
+        self._write(f"{now} {printable(where)}: {what}  {id}")
 
 
 class Service:
@@ -301,10 +294,7 @@ class Command(BaseCommand):
         databases, brokers = with_tables(), sorted(conf.get().BROKERS)
         require_tables(*databases, waits=True)
         stages = all_stages()
-        try:
-            service = Service(databases, brokers, stages)
-        except ConfigurationError as error:
-            raise CommandError(str(error)) from error
+        service = Service(databases, brokers, stages)
         supervise(options, self.stderr)
         with ExitStack() as stack:
             stack.enter_context(working(service.stop, options, self.stderr))

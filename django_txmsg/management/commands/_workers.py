@@ -26,6 +26,7 @@ from ...metrics import of_database, of_processes
 from ...monitoring import process_states
 from ...monitoring.process_states import WITHIN
 from ...runtime import liveness
+from ...runtime.thread_group import start_daemon
 from . import _supervisor
 from ._process import return_memory, say, stay_light, stop_on_signals
 from ._supervisor import Supervisor, cores, log
@@ -81,14 +82,14 @@ class HttpServer(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RD)
 
     @contextmanager
-    def answering(self) -> Iterator[str]:
-        """Answer while the block runs. Yields the server's address."""
-        threading.Thread(
-            target=self.serve_forever, name="txmsg-http", daemon=True
-        ).start()
+    def answering(self, stderr: Any) -> Iterator[None]:
+        """Answer while the block runs. Print the server's address first."""
+        start_daemon("txmsg-http", self.serve_forever)
         host, port = self.server_address[:2]
+        shown = f"[{host!s}]" if ":" in str(host) else f"{host!s}"
+        say(stderr, f"Answering at http://{shown}:{port}.")
         try:
-            yield f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}"
+            yield
         finally:
             self.shutdown()
             self.server_close()
@@ -235,8 +236,7 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
                 lambda within: alive(within) or supervisor.alive(within),
                 folder,
             )
-            address = stack.enter_context(server.answering())
-            say(stderr, f"Answering at {address}.")
+            stack.enter_context(server.answering(stderr))
         code = supervisor.run()
     sys.exit(code)
 
@@ -266,8 +266,7 @@ def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
                 metrics.install()
             if not _supervisor.is_child() or options.get("reload"):
                 server = HttpServer(options["http"], alive)
-                address = stack.enter_context(server.answering())
-                say(stderr, f"Answering at {address}.")
+                stack.enter_context(server.answering(stderr))
         yield
 
 

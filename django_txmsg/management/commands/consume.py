@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 from django.db import Error as AnyDatabaseError
 from django.db import router
 
@@ -13,12 +13,12 @@ from ...consuming.consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
 from ...models import InboxMessage
 from ...stages import find
-from ..terminal import require_positive, require_tables
+from ..terminal import DatabaseCommand, require_positive, require_tables
 from ._process import say
 from ._workers import add_arguments, supervise, working
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Receive messages and run their stages."""
 
     help = "Runs all stages, or these, until it is stopped (SIGTERM or SIGINT)."
@@ -48,11 +48,8 @@ class Command(BaseCommand):
                 option = name.replace("_", "-")
                 raise CommandError(f"--{option} must be 0, for no limit, or more.")
         require_tables(router.db_for_write(InboxMessage), waits=True)
-        try:
-            stages = find(options["stages"])
-            consumer = Consumer(stages, concurrency=options["concurrency"], **limits)
-        except ConfigurationError as error:
-            raise CommandError(str(error)) from error
+        stages = find(options["stages"])
+        consumer = Consumer(stages, concurrency=options["concurrency"], **limits)
         supervise(options, self.stderr)
         with working(consumer.stop, options, self.stderr):
             if options["verbosity"] > 0:
