@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -98,9 +97,8 @@ def of_entry(alias: str, entry: Mapping[str, Any]) -> Broker:
     path = entry.get("BACKEND")
     if path is None:
         return make_broker(alias, url)
-    module, _, name = path.rpartition(".")
     try:
-        found = getattr(import_module(module), name) if module else None
+        found = import_string(path)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
             f"The BACKEND of broker {alias!r}, {path!r}, cannot be imported: {error}"

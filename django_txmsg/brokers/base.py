@@ -17,6 +17,7 @@ from .. import wire
 from ..errors import (
     BrokerError,
     BrokerUnavailable,
+    ConfigurationError,
     DestinationUnavailable,
     DispatchHeld,
     DispatchRejected,
@@ -267,6 +268,16 @@ def acknowledges_now(gathered: int, *, prefetch: int, since: float) -> bool:
     """
     slow = time.monotonic() - since > LONGEST_GROUP
     return slow or gathered * 2 >= prefetch
+
+
+def faults(read: Callable[[], object]) -> list[str]:
+    """Call `read`, which reads the URL of a broker. Return the text of the error that
+    it raises, if any."""
+    try:
+        read()
+    except (OSError, ValueError, ConfigurationError) as error:
+        return [str(error)]
+    return []
 
 
 def insist(error: BrokerError | None) -> None:

@@ -28,7 +28,7 @@ from ..errors import (
     DispatchUnknown,
 )
 from . import refusals
-from .base import Broker, Outgoing, Session
+from .base import Broker, Outgoing, Session, faults
 from .celery_publication import HEADER, Publication
 
 # Hop 4 for Celery: one session with the broker of an app, through kombu.
@@ -357,8 +357,4 @@ class CeleryBroker(Broker):
         send_only()
 
     def check(self) -> list[str]:
-        try:
-            self.app  # noqa: B018 - raises, if it cannot be imported
-        except ConfigurationError as error:
-            return [str(error)]
-        return []
+        return faults(lambda: self.app)

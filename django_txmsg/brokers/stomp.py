@@ -31,7 +31,7 @@ from ..jms.delivery import DEFAULT, Encoded
 from ..jms.dialect import MAX_PROPERTY
 from ..jms.frames import escape
 from . import java, refusals
-from .base import Broker, Delivery, Outgoing, Session, acknowledges_now
+from .base import Broker, Delivery, Outgoing, Session, acknowledges_now, faults
 
 #: Headers that differ for each message.
 _OWN = frozenset(
@@ -240,11 +240,7 @@ class StompBroker(Broker):
         return reason, origin.removeprefix("queue://").removeprefix("/queue/")
 
     def check(self) -> list[str]:
-        try:
-            jms.ConnectionFactory(self._url)
-        except (OSError, ValueError) as error:
-            return [str(error)]
-        return []
+        return faults(lambda: jms.ConnectionFactory(self._url))
 
 
 class StompSession(Session):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from ...envelope.broker_url import hurry
 from ...errors import BrokerUnavailable
-from ..base import Broker
+from ..base import Broker, faults
 from .link import Link
 from .options import read_url
 from .session import AmqpSession
@@ -59,8 +59,4 @@ class AmqpBroker(Broker):
         return reason, headers.get("x-first-death-queue", "")
 
     def check(self) -> list[str]:
-        try:
-            read_url(self._url)
-        except (OSError, ValueError) as error:
-            return [str(error)]
-        return []
+        return faults(lambda: read_url(self._url))
