@@ -62,7 +62,6 @@ def test_parent_without_a_working_child_is_not_ready(
 def test_a_sigint_while_a_child_starts_is_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    came: list[int] = []
     popen = subprocess.Popen
 
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -72,9 +71,9 @@ def test_a_sigint_while_a_child_starts_is_not_lost(
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     reading, writing = os.pipe()
     try:
-        with _supervisor.signals_read([signal.SIGINT], came.append):
+        with _supervisor.signals_read([signal.SIGINT]) as signals:
             child = _supervisor.start(reading)
-        assert came == [signal.SIGINT]
+            assert signals.recv(10) == bytes([signal.SIGINT])
         # A terminal's Ctrl-C does not reach the child.
         assert child.communicate()[0].split() == [b"True"]
     finally:
@@ -84,7 +83,7 @@ def test_a_sigint_while_a_child_starts_is_not_lost(
 
 def test_the_end_of_the_block_is_read_although_a_forked_process_lives() -> None:
     context = multiprocessing.get_context("fork")
-    with _supervisor.signals_read([signal.SIGUSR1], lambda number: None) as reading:
+    with _supervisor.signals_read([signal.SIGUSR1]) as reading:
         theirs = reading.dup()
         child = context.Process(target=signal.pause)
         child.start()

@@ -53,7 +53,7 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         # A terminal sends Ctrl-C and its hang-up to all: the parent decides for them.
         signals = [signal.SIGTERM]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with _supervisor.signals_read(signals, lambda number: None) as reading:
+    with _supervisor.signals_read(signals) as reading:
         # A main thread that waits in C, for a database or a name server, runs no signal
         # handler. This thread ends with the block, which closes the socket's other end.
         start_daemon("txmsg-signals", _obey, reading.dup(), signals, stop, stderr)

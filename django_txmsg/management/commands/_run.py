@@ -6,11 +6,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,96 +35,59 @@ from ...stages import Stage, all_stages
 from ..terminal import printable, require_tables
 from . import _supervisor
 from ._process import heartbeat, say
+from ._supervisor import Slot, Supervisor
 from ._workers import add_arguments, supervise, working
 
-# `--reload`: a parent watches the code, and restarts its child when it changes.
-#
-# SIGTERM ends the child; if it does not end in time, it is killed.
-
-#: Seconds between two checks of the files.
-INTERVAL = 0.5
 #: Seconds that a child has to finish its messages.
 GRACE = 10.0
 _FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
 
 
-class Reloader:
-    """The parent process of `--reload`. It restarts its child when a file changes."""
+class Reloader(Supervisor):
+    """The parent process of `--reload`. It restarts its child when a file changes.
+
+    SIGTERM ends the child; if it does not end in time, it is killed. A child that has
+    ended by itself is started again after the next change.
+    """
+
+    # Without SIGHUP: the processes end with their terminal.
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
     def __init__(self, stderr: Any) -> None:
+        super().__init__(1)
         self._stderr = stderr
-        self._signals: list[int] = []
-        self._awake = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._ending = False
-        self._read, self._write = os.pipe()
+        self._seen = dict(files())
+        self._kill_at = math.inf
 
-    def run(self) -> int:
-        """Run a child, and start another one after each change, until a signal arrives.
-        Return the exit code of the last child."""
-        with _supervisor.signals_read([signal.SIGTERM, signal.SIGINT], self._on_signal):
-            try:
-                while not self._signals:
-                    seen = dict(files())
-                    self._start()
-                    self._watch(seen)
-                    if not self._signals:
-                        self._end()
-                return self._last()
-            finally:
-                if self._child is not None and self._child.poll() is None:
-                    self._child.kill()
-                os.close(self._read)
-                os.close(self._write)
-
-    def _on_signal(self, number: int) -> None:
-        self._signals.append(number)
+    def _look(self, slot: Slot) -> None:
+        now = dict(files())
+        changed = sorted(set(now.items()) ^ set(self._seen.items()))
+        self._seen = now
         # A second signal would abort the messages of a child that is already draining.
-        if self._child is not None and (not self._ending or len(self._signals) > 1):
-            self._child.send_signal(signal.SIGTERM)
-        self._awake.set()
-
-    def _start(self) -> None:
-        self._ending = False
-        self._child = _supervisor.start(self._read)
-        if self._signals:
-            self._child.terminate()
-
-    def _watch(self, seen: dict[str, float]) -> None:
-        """Wait until a file changes or a signal arrives."""
-        reported = False
-        while not self._awake.wait(INTERVAL):
-            assert self._child is not None
-            if self._child.poll() is not None and not reported:
-                reported = True
-                say(
-                    self._stderr,
-                    f"The process ended with {self._child.returncode}. The next change "
-                    f"starts it again.",
-                )
-            now = dict(files())
-            if now != seen:
-                changed = sorted(set(now.items()) ^ set(seen.items()))
-                say(self._stderr, f"{changed[0][0]} changed: starting again.")
-                return
-
-    def _end(self) -> None:
-        assert self._child is not None
-        self._ending = True
-        self._child.terminate()
-        try:
-            self._child.wait(GRACE)
-        except subprocess.TimeoutExpired:
+        if changed and not (self._stops or slot.leaving):
+            say(self._stderr, f"{changed[0][0]} changed: starting again.")
+            slot.start_at = 0.0
+            if slot.process is not None:
+                self._kill_at = time.monotonic() + GRACE
+                self._end(slot)
+        if slot.process is not None and time.monotonic() >= self._kill_at:
+            self._kill_at = math.inf
             say(self._stderr, f"Killed: it has not ended within {GRACE:g} s.")
-            self._child.kill()
-            self._child.wait()
+            slot.process.kill()
+        super()._look(slot)
 
-    def _last(self) -> int:
-        assert self._child is not None
-        code = self._child.wait()
-        if code < 0 and len(self._signals) == 1:
-            return 0  # it did not handle signals yet
-        return 128 - code if code < 0 else code
+    def _note_end(self, slot: Slot) -> None:
+        assert slot.process is not None
+        code = slot.process.returncode
+        self._kill_at = math.inf
+        if not slot.leaving:
+            slot.start_at = math.inf
+            say(
+                self._stderr,
+                f"The process ended with {code}. The next change starts it again.",
+            )
+        unprepared = code < 0 and self._stops == 1  # it did not handle signals yet
+        self._code = 0 if unprepared else 128 - code if code < 0 else code
 
 
 def files() -> Iterator[tuple[str, float]]:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,22 +75,18 @@ def parent_pipe() -> list[int]:
 
 
 @contextmanager
-def signals_read(
-    signals: Collection[signal.Signals],
-    handle: Callable[[int], None],
-) -> Iterator[socket.socket]:
-    """Call `handle` when one of these signals arrives, while the block runs.
+def signals_read(signals: Collection[signal.Signals]) -> Iterator[socket.socket]:
+    """Yield a socket from which the numbers of these signals can be read, while the
+    block runs. The signals have no other effect.
 
-    Yields a socket from which the numbers of the signals can be read. While the main
-    thread waits for a database, it cannot run `handle`, but the number can already be
-    read from the socket.
+    While the main thread waits for a database, it cannot run a signal handler, but the
+    number can already be read from the socket.
     """
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
     before = {
-        number: signal.signal(number, lambda one, frame: handle(one))
-        for number in signals
+        number: signal.signal(number, lambda one, frame: None) for number in signals
     }
     fd_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     _before.update(before)
@@ -144,7 +140,6 @@ INTERVAL = 0.5
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
 #: A child that runs for this many seconds has not failed at its start.
 STEADY = 60.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 @dataclass
@@ -174,6 +169,10 @@ class Slot:
 class Supervisor:
     """Keeps `count` children running. Call `run()` in the main thread."""
 
+    signals: tuple[signal.Signals, ...] = (
+        signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD,
+    )  # fmt: skip
+
     def __init__(self, count: int, environment: Mapping[str, str] | None = None):
         self.slots = [Slot(number) for number in range(1, count + 1)]
         self._environment = environment or {}
@@ -187,7 +186,7 @@ class Supervisor:
         highest of their exit codes."""
         liveness.begin("txmsg-supervisor", ready=False)
         # By the socket, so that no signal handler interrupts the loop's work.
-        with signals_read(SIGNALS, lambda number: None) as reading:
+        with signals_read(self.signals) as reading:
             while True:
                 liveness.turned(ready=self.ready)
                 for slot in self.slots:
