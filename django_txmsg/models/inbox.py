@@ -224,12 +224,8 @@ class InboxManager(SqlManager):
         the row was lost in a crash of the server. After a crash another message may
         have the primary key `pk`, so the stage and the message id must match too."""
         value = prepared(self.model, "message_id", message_id, connections[self.db])
-        return self._find(
-            "id = %s AND stage = %s AND message_id = %s", [pk, stage, value]
-        )
-
-    def _find(self, condition: str, parameters: list[Any]) -> InboxRecord | None:
-        row = self._row(self._finding(condition), parameters)
+        found = self._finding("id = %s AND stage = %s AND message_id = %s")
+        row = self._row(found, [pk, stage, value])
         return None if row is None else read_record(row)
 
     def _finding(self, condition: str) -> str:
