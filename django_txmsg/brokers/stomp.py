@@ -30,6 +30,7 @@ from ..jms.batch import Item
 from ..jms.delivery import DEFAULT, Encoded
 from ..jms.dialect import MAX_PROPERTY
 from ..jms.frames import escape
+from ..jms.message import Provided
 from . import java, refusals
 from .base import Broker, Delivery, Outgoing, Session, acknowledges_now, faults
 
@@ -104,7 +105,7 @@ class Heads:
         lines = template % own
         if "\x00" in lines:
             return None
-        return Encoded(lines.encode(), body, one.headers[wire.MESSAGE_ID])
+        return Encoded(lines.encode(), body, Provided(one.headers[wire.MESSAGE_ID]))
 
     def _template(
         self, one: Outgoing, key: tuple[object, ...], names: list[str]

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from . import destination as destinations
-from .delivery import DEFAULT, Encoded, EncodedMessage, transaction_line
+from .delivery import DEFAULT, Encoded, transaction_line
 from .destination import Destination
 from .errors import (
     ConnectionLostError,
@@ -131,8 +131,9 @@ def send(
     if left_open is not None:
         left_open.free()  # every message has its outcome
     for index, one in encoded:
-        if isinstance(one, EncodedMessage):
-            messages[index][1]._provided = one.provided  # type: ignore[index]  # a pair
+        item = messages[index]
+        if not isinstance(item, Encoded):
+            item[1]._provided = one.provided
     return outcomes
 
 

@@ -117,19 +117,16 @@ class CompletionPool:
             except BaseException:
                 logger.exception("A completion task ended with an error.")
 
-    def _lend(self, threads: int) -> None:
-        with self._changed:
-            self._max_workers += threads
-        if threads > 0:
-            self.start_thread()
-
     @contextlib.contextmanager
     def _lent(self) -> Iterator[None]:
-        self._lend(1)
+        with self._changed:
+            self._max_workers += 1
         try:
+            self.start_thread()
             yield
         finally:
-            self._lend(-1)
+            with self._changed:
+                self._max_workers -= 1
 
 
 def waiting() -> contextlib.AbstractContextManager[None]:

@@ -55,15 +55,17 @@ def new_id() -> str:
 
 
 class Encoded:
-    """An encoded SEND frame without a receipt header, and the id of its message."""
+    """An encoded SEND frame without a receipt header, and the values that are set on
+    its message when it is sent."""
 
-    __slots__ = ("body", "head", "message_id", "size")
+    __slots__ = ("body", "head", "message_id", "provided", "size")
 
-    def __init__(self, head: bytes, body: bytes, message_id: str) -> None:
+    def __init__(self, head: bytes, body: bytes, provided: Provided) -> None:
         """``head``: the header lines, without the length of the body."""
         self.head = head
         self.body = body
-        self.message_id = message_id
+        self.provided = provided
+        self.message_id = provided.message_id
         self.size = len(head) + len(body) + 64
 
     def frame(self, receipt: bytes = b"", transaction: str = "") -> bytes:
@@ -79,18 +81,6 @@ class Encoded:
         body = self.body
         parts = self.head, len(body), lines, body
         return b"SEND\n%scontent-length:%d\n%s\n%s\x00" % parts
-
-
-class EncodedMessage(Encoded):
-    """An encoded message, and the values that are set on the message when it is
-    sent."""
-
-    __slots__ = ("provided",)
-
-    def __init__(self, head: bytes, body: bytes, provided: Provided) -> None:
-        """Keep the bytes of the frame, and the values to set on the message."""
-        super().__init__(head, body, provided.message_id or "")
-        self.provided = provided
 
 
 def transaction_line(name: str) -> bytes:

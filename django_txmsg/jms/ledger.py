@@ -55,6 +55,9 @@ class Owner(Protocol):
     def fail(self, error: MessagingError) -> None:
         """Record that one of the transaction's frames has failed."""
 
+    def confirmed(self, confirm: Pending) -> None:
+        """Record that the outcome of a send is known."""
+
 
 class Pending:
     """A frame that waits for its receipt. Subclasses handle the outcome in

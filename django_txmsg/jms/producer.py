@@ -13,7 +13,7 @@ from functools import partial
 from . import completion
 from . import destination as destinations
 from .completion import CompletionFuture, CompletionListener
-from .delivery import DEFAULT, Delivery, EncodedMessage
+from .delivery import DEFAULT, Delivery, Encoded
 from .destination import Destination
 from .errors import (
     IllegalStateError,
@@ -161,7 +161,7 @@ class MessageProducer(Closing):
         return send
 
     def _send_in_transaction(
-        self, message: Message, encoded: EncodedMessage, what: str, for_room: float
+        self, message: Message, encoded: Encoded, what: str, for_room: float
     ) -> None:
         link = self.session.link
         with link.lock:
@@ -177,7 +177,7 @@ class MessageProducer(Closing):
                 message._provided = encoded.provided
 
     def _put_in_transaction(
-        self, encoded: EncodedMessage, what: str, send: AsyncSend | None
+        self, encoded: Encoded, what: str, send: AsyncSend | None
     ) -> None:
         """Queue a SEND frame in the session's transaction. The caller holds the lock.
 
@@ -209,7 +209,7 @@ class MessageProducer(Closing):
     def _wait_for_room(
         self,
         message: Message,
-        encoded: EncodedMessage,
+        encoded: Encoded,
         seconds: float,
         *,
         listened: bool,
@@ -234,7 +234,7 @@ class MessageProducer(Closing):
         message: Message,
         destination: str | Destination | None,
         delivery: Delivery | None,
-    ) -> EncodedMessage:
+    ) -> Encoded:
         """Check the arguments of the call and return the encoded frame."""
         self.session.link.refuse_inside()
         self._check_open()

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 
 from . import completion, frames
-from .delivery import DEFAULT, Delivery, EncodedMessage, new_id
+from .delivery import DEFAULT, Delivery, Encoded, new_id
 from .destination import Destination
 from .dialect import Dialect
 from .errors import IllegalStateError, MessageFormatError, UnsupportedOperationError
@@ -88,7 +88,7 @@ class SendingSession(Closing):
         message: Message,
         delivery: Delivery,
         properties: Mapping[str, str] = MappingProxyType({}),
-    ) -> EncodedMessage:
+    ) -> Encoded:
         """Check a message for every error, before the session writes a byte. Return the
         message's encoded frame. ``properties`` are default headers.
 
@@ -138,7 +138,7 @@ class SendingSession(Closing):
         )
         mode, priority = delivery.mode, delivery.priority
         provided = Provided(message_id, target, now, mode, priority, expiration)
-        return EncodedMessage(head, body, provided)
+        return Encoded(head, body, provided)
 
     def transaction(self) -> Transaction:
         """Return the open transaction. If no transaction is open, begin a new one."""

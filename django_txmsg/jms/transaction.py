@@ -30,17 +30,13 @@ _REASON_SECONDS = 0.5
 class Confirm(Pending):
     """A send for which RabbitMQ returns the receipt only after COMMIT."""
 
-    __slots__ = ("_transaction",)
+    __slots__ = ()
 
     is_send = True
 
-    def __init__(self, what: str, transaction: Transaction) -> None:
-        """Create the pending frame. Its time-out begins when COMMIT is written."""
-        super().__init__(what, float("inf"), transaction)
-        self._transaction = transaction
-
     def on_settled(self) -> None:
-        self._transaction.confirmed(self)
+        assert self.owner is not None
+        self.owner.confirmed(self)
 
 
 class Transaction:
@@ -105,7 +101,8 @@ class Transaction:
 
     def new_confirm(self, what: str) -> Pending:
         """Create the pending frame of a send whose receipt comes only after COMMIT."""
-        confirm = Confirm(what, self)
+        # Its time-out begins when COMMIT is written.
+        confirm = Confirm(what, float("inf"), self)
         confirm.receipt = self.link.ledger.new_receipt()
         self.confirms.add(confirm)
         return confirm
