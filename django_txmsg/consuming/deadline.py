@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from django.db import OperationalError, connections
@@ -30,7 +31,7 @@ from ..errors import StageStopped, StageTimedOut
 from ..models import InboxMessage, StopRequest
 from ..runtime import database_health
 from ..runtime.per_process import PerProcess
-from ..runtime.thread_group import start_daemon
+from ..runtime.watch import Watch
 from ..stages import Stage, all_stages
 
 # Around hop 8: an operator asks to stop a message while its handler runs.
@@ -71,8 +72,6 @@ PATIENCE = 2.0
 #: this process no longer exists. It must not affect what the package stores after the
 #: handler.
 SPARE = 5.0
-#: Seconds without a deadline after which the thread ends.
-IDLE = 60.0
 #: PostgreSQL's query_canceled.
 _CANCELLED = "57014"
 #: What Django executes when the handler leaves an `atomic()` block.
@@ -119,7 +118,13 @@ def timed(stage: Stage, seconds: float) -> Handler:
 def stop(stage: str, message_id: uuid.UUID, why: str) -> bool:
     """Stop a message that a handler of this process is running. Returns False if no
     handler runs the message."""
-    return _watch().stop(stage, message_id, why)
+    watch = _watch()
+    with watch.changed:
+        found = [one for one in watch.watched if one.subject == (stage, message_id)]
+        for limit in found:
+            limit.stop(why)
+        watch.changed.notify()
+    return bool(found)
 
 
 class Deadline:
@@ -184,7 +189,7 @@ class Deadline:
 
     def cancel(self) -> None:
         """Cancel the handler's running queries, and its coroutine. After the deadline,
-        the Watch calls this repeatedly until `end()` is called."""
+        the watch calls this repeatedly until `end()` is called."""
         self.due = time.monotonic() + AGAIN
         with self._lock:
             if self._ended:
@@ -202,69 +207,6 @@ class Deadline:
         """Record that the handler has ended, so that no later query is cancelled."""
         with self._lock:
             self._ended = True
-
-
-class Watch:
-    """The thread that cancels queries after their deadline. The thread ends when there
-    has been no deadline for a while."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._deadlines: set[Deadline] = set()
-        self._wakes = math.inf
-        self._running = False
-
-    def add(self, limit: Deadline) -> None:
-        """Watch a deadline."""
-        with self._changed:
-            running = self._running
-            if not running:
-                try:
-                    start_daemon("txmsg-deadlines", self._run)
-                except RuntimeError as error:
-                    # An attempt that ends after its time-out still fails.
-                    log.warning("no query is cancelled at its time-out: %s", error)
-                else:
-                    self._running = True
-            self._deadlines.add(limit)
-            if running and limit.due < self._wakes:
-                self._changed.notify()
-
-    def stop(self, stage: str, message_id: uuid.UUID, why: str) -> bool:
-        """Stop a message by ending its deadline now. Returns whether the message has a
-        deadline."""
-        with self._changed:
-            found = [
-                one for one in self._deadlines if one.subject == (stage, message_id)
-            ]
-            for limit in found:
-                limit.stop(why)
-            self._changed.notify()
-        return bool(found)
-
-    def remove(self, limit: Deadline) -> None:
-        """Stop watching a deadline."""
-        with self._changed:
-            self._deadlines.discard(limit)
-
-    def _run(self) -> None:
-        while (due := self._wait()) is not None:
-            for limit in due:
-                limit.cancel()
-
-    def _wait(self) -> list[Deadline] | None:
-        """Return the deadlines that have passed, or None if the thread must end."""
-        with self._changed:
-            now = time.monotonic()
-            due = [limit for limit in self._deadlines if limit.due <= now]
-            if due:
-                return due
-            self._wakes = min((one.due for one in self._deadlines), default=now + IDLE)
-            notified = self._changed.wait(self._wakes - now)
-            if not notified and not self._deadlines:
-                self._running = False
-                return None
-            return []
 
 
 def _is_limited(connection: Any) -> bool:
@@ -299,4 +241,16 @@ def _is_cancelled(error: OperationalError | CancelledError) -> bool:
 
 #: The deadline of the running handler, at a stage with a time-out.
 current: ContextVar[Deadline | None] = ContextVar("django_txmsg_deadline", default=None)
-_watch = PerProcess(Watch)
+
+
+def _begin() -> Watch[Deadline]:
+    def cancel(limits: list[Deadline]) -> None:
+        for limit in limits:
+            limit.cancel()
+
+    # Without a thread, an attempt that ends after its time-out still fails.
+    refused = partial(log.warning, "no query is cancelled at its time-out: %s")
+    return Watch("txmsg-deadlines", cancel, refused)
+
+
+_watch = PerProcess(_begin)

@@ -3,27 +3,23 @@
 A lease is short, so that other workers can soon claim the rows of a killed process. But
 the lease must not expire because a broker or a handler is slow. So a thread renews each
 lease when half of its time has passed. Each database has its own thread, so that a
-database that does not answer cannot delay the renewals in the others. A thread ends
-when it has no more leases.
+database that does not answer cannot delay the renewals in the others.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from django.db import connections
 
 from . import database_health
 from .per_process import PerProcess
-from .thread_group import start_daemon
+from .watch import Watch
 
 log = logging.getLogger("django_txmsg.leases")
-
-#: Seconds without a lease after which the thread ends; most holders soon need another.
-IDLE = 10.0
 
 
 class Lease:
@@ -46,6 +42,8 @@ class Lease:
     ) -> None:
         self.using, self.seconds, self._renew = using, seconds, renew
         self._until = since + seconds
+        #: When to renew it, or to try that again.
+        self.due = since + seconds / 2
         self._lapsed = False
 
     @property
@@ -63,6 +61,7 @@ class Lease:
 
     def renew(self) -> None:
         """Extend the lease, if the database can be used."""
+        self.due = time.monotonic() + min(1.0, self.seconds / 4)
         if not database_health.usable(self.using):
             return
         until = time.monotonic() + self.seconds
@@ -74,7 +73,7 @@ class Lease:
             database_health.report("a lease cannot be renewed", error)
         else:
             self._lapsed = self.lapsed
-            self._until = until
+            self._until, self.due = until, until - self.seconds / 2
 
     def begin(self) -> None:
         """Begin to renew the lease."""
@@ -92,56 +91,19 @@ class Lease:
         self.end()
 
 
-class _Keeper:
-    """The thread that renews the leases of a process in one database."""
-
-    def __init__(self, using: str) -> None:
-        self._using = using
-        self._lock = threading.Lock()
-        self._held: set[Lease] = set()
-        self._running = False
-        self._short = threading.Event()
-
-    def add(self, lease: Lease) -> None:
-        """Add a lease to renew."""
-        with self._lock:
-            self._held.add(lease)
-            if not self._running:
-                try:
-                    start_daemon(f"txmsg-leases-{self._using}", self._run)
-                except RuntimeError as error:
-                    # At the end of a process no thread starts: the lease lasts until
-                    # its end.
-                    log.debug("leases are not renewed: %s", error)
-                else:
-                    self._running = True
-        if lease.seconds < 4:
-            self._short.set()
-
-    def remove(self, lease: Lease) -> None:
-        """Remove a lease."""
-        with self._lock:
-            self._held.discard(lease)
-
-    def _run(self) -> None:
-        idle_since = time.monotonic()
-        while True:
-            with self._lock:
-                held = list(self._held)
-                if held:
-                    idle_since = time.monotonic()
-                elif time.monotonic() - idle_since > IDLE:
-                    self._running = False
-                    return
-            due = [lease.renew for lease in held if lease.left < lease.seconds / 2]
-            for step in [*due, connections[self._using].close] if due else []:
-                try:
-                    step()
-                except Exception as error:
-                    # Any error: without this thread, no lease would be renewed.
-                    database_health.report("a lease cannot be renewed", error)
-            self._short.wait(min([1.0, *(lease.seconds / 4 for lease in held)]))
-            self._short.clear()
+def _renew(using: str, leases: list[Lease]) -> None:
+    for step in [*(one.renew for one in leases), connections[using].close]:
+        try:
+            step()
+        except Exception as error:
+            # Any error: without this thread, no lease would be renewed.
+            database_health.report("a lease cannot be renewed", error)
 
 
-_keeper = PerProcess(_Keeper)
+def _begin(using: str) -> Watch[Lease]:
+    # Without a thread, a lease lasts until its end.
+    refused = partial(log.debug, "leases are not renewed: %s")
+    return Watch(f"txmsg-leases-{using}", partial(_renew, using), refused)
+
+
+_keeper = PerProcess(_begin)

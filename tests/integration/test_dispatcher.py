@@ -273,7 +273,7 @@ def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silen
         start(thread)
 
     with ScriptedBroker(RABBITMQ) as rabbitmq, caplog.at_level("WARNING"):
-        monkeypatch.setattr(leases, "_keeper", PerProcess(leases._Keeper))
+        monkeypatch.setattr(leases, "_keeper", PerProcess(leases._begin))
         monkeypatch.setattr(threading.Thread, "start", refuse)
         url = rabbitmq.url if broker == "stomp" else "database://"
         with txmsg(DISPATCH_ON_COMMIT="thread", BROKERS={"default": {"URL": url}}):

@@ -19,6 +19,7 @@ from django_txmsg.consuming import deadline
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import ConfigurationError, StageTimedOut
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
+from django_txmsg.runtime import watch
 from django_txmsg.testing import drain
 from tests.app.models import Effect
 from tests.faults import wait_until
@@ -361,15 +362,17 @@ def test_a_time_out_holds_where_no_thread_can_start(
 def test_watch_thread_ends_without_deadlines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deadline, "IDLE", 0.05)
-    watch = deadline.Watch()
+    monkeypatch.setattr(watch, "IDLE", 0.05)
+    deadline._watch.clear()
+    watching = deadline._watch()
     limit = deadline.Deadline("tests", 600.0, uuid.uuid4())
-    watch.add(limit)
+    watching.add(limit)
     assert watchers()
-    watch.remove(limit)
-    watch.add(deadline.Deadline("tests", 0.0, uuid.uuid4()))  # wakes it
-    watch._deadlines.clear()
-    wait_until(lambda: not watch._running)
+    watching.remove(limit)
+    past = deadline.Deadline("tests", 0.0, uuid.uuid4())
+    watching.add(past)  # wakes it
+    watching.remove(past)
+    wait_until(lambda: not watching._running)
 
 
 def watchers() -> list[threading.Thread]:

@@ -205,6 +205,8 @@ class Link:
         self.patience = options.connect_timeout
         #: Seconds, as client and server have agreed; 0 until then, and for none.
         self.heartbeat = 0.0
+        #: When the heartbeat thread looks at the link again.
+        self.due = 0.0
         #: Method of a channel -> handler of its content or arguments.
         self.contents: dict[tuple[int, tuple[int, int]], Content] = {}
         self.methods: dict[tuple[int, tuple[int, int]], Callable[[bytes], None]] = {}

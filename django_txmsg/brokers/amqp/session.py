@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import threading
 import time
 import uuid
 from collections import deque
@@ -29,8 +28,8 @@ from ...errors import (
     DispatchRejected,
     DispatchUnknown,
 )
-from ...runtime.per_process import Members, PerProcess
-from ...runtime.thread_group import start_daemon
+from ...runtime.per_process import PerProcess
+from ...runtime.watch import Watch
 from ..base import Delivery, Outgoing, Session, acknowledges_now, insist
 from . import frames
 from .link import CONSUMING, PUBLISHING, ChannelClosed, Link
@@ -100,46 +99,29 @@ class Acknowledgements:
             self._open.pop(tag, None)
 
 
-class _Heart:
-    """Sends heartbeats for sessions whose thread is busy, for example in a handler.
+def _beat(links: list[Link]) -> None:
+    """Send the heartbeats that are due, for sessions whose thread is busy, for example
+    in a handler.
 
-    Each process has one heartbeat thread. The thread writes to a link only while no
-    other thread uses the link, so it never writes a heartbeat between another thread's
-    frames. The heartbeat thread never reads.
+    The thread writes to a link only while no other thread uses the link, so it never
+    writes a heartbeat between another thread's frames. The thread never reads.
     """
-
-    def __init__(self) -> None:
-        self._links: Members[Link] = Members()
-        self._changed = threading.Event()
-        start_daemon("txmsg-amqp-heart", self._run)
-
-    def keep(self, link: Link) -> None:
-        """Send heartbeats on this link, until the link is closed or no other object
-        refers to the link."""
-        self._links.add(link)
-        self._changed.set()
-
-    def _run(self) -> None:
-        while True:
-            self._changed.wait(self._beat())
-            self._changed.clear()
-
-    def _beat(self) -> float | None:
-        """Send the heartbeats that are due. Return the seconds until another heartbeat
-        may be due."""
-        links = [one for one in self._links.all() if one.transport.connected]
-        for link in links:
-            if link.owned.acquire(blocking=False):
-                try:
-                    # The session itself detects a broken link, and the thread goes on.
-                    with contextlib.suppress(Exception):
-                        link.beat()
-                finally:
-                    link.owned.release()
-        return min((one.heartbeat / 4 for one in links), default=None)
+    for link in links:
+        link.due = time.monotonic() + link.heartbeat / 4
+        if link.owned.acquire(blocking=False):
+            try:
+                # The session itself detects a broken link, and the thread goes on.
+                with contextlib.suppress(Exception):
+                    link.beat()
+            finally:
+                link.owned.release()
 
 
-_heart = PerProcess(_Heart)
+def _refused(error: RuntimeError) -> None:
+    raise BrokerUnavailable(f"no heartbeats can be sent: {error}") from None
+
+
+_heart = PerProcess(lambda: Watch("txmsg-amqp-heart", _beat, _refused))
 
 
 class Subscription:
@@ -250,10 +232,10 @@ class AmqpSession(Session):
         self._enlisted: list[Outgoing] = []
         if link.heartbeat:
             try:
-                _heart().keep(link)
-            except RuntimeError as error:  # no thread can be started
+                _heart().add(link)
+            except BrokerUnavailable:
                 link.close()
-                raise BrokerUnavailable(f"no heartbeats can be sent: {error}") from None
+                raise
 
     # -- sending -------------------------------------------------------------------
 
@@ -431,6 +413,7 @@ class AmqpSession(Session):
                 with contextlib.suppress(BrokerError), self._owned():
                     self._send_acks()
             self._link.close()
+        _heart().remove(self._link)
 
     @contextlib.contextmanager
     def _owned(self) -> Iterator[None]:
