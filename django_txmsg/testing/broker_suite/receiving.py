@@ -14,7 +14,7 @@ import pytest
 
 from ...brokers.base import Outgoing
 from . import talk
-from .talk import Talk, bodies, numbered, numbers, take
+from .talk import Talk, bodies, numbered, numbers, settle, take
 
 
 class Receiving(Talk):
@@ -50,8 +50,7 @@ class Receiving(Talk):
             session.ack([deliveries[1]])
 
         with self.consumer(destination) as session:
-            again = take(session, 3)
-            session.ack(again)
+            again = settle(session, 3)
         assert sorted(bodies(again)) == [b"0", b"2", b"3"]
         assert [one.redelivered for one in again] == [True] * 3
         before = {one.body: one for one in deliveries}
@@ -70,8 +69,7 @@ class Receiving(Talk):
             pass  # and there it ends
 
         with self.consumer(destination) as session:
-            again = take(session, 3)
-            session.ack(again)
+            again = settle(session, 3)
         assert sorted(bodies(again)) == numbers(3)
         redelivered = {one.body: one.redelivered for one in again}
         assert redelivered[b"0"]
@@ -84,11 +82,9 @@ class Receiving(Talk):
         slow = self.consumer(destination, prefetch=3)
         [first] = take(slow, 1)
         with self.consumer(destination, prefetch=20) as quick:
-            others = take(quick, 17)
-            quick.ack(others)
+            others = settle(quick, 17)
             slow.close()
-            rest = take(quick, 3)
-            quick.ack(rest)
+            rest = settle(quick, 3)
 
         found = sorted(int(one.body) for one in [*others, *rest])
         assert found == list(range(20))
@@ -131,8 +127,7 @@ class Receiving(Talk):
     def test_any_bytes_are_a_body(self, destination: str, body: bytes) -> None:
         self.send(Outgoing(destination, {"content-type": "application/x"}, body))
         with self.consumer(destination) as session:
-            [delivery] = take(session, 1)
-            session.ack([delivery])
+            [delivery] = settle(session, 1)
 
         assert delivery.body == body
         assert delivery.problem == ""
@@ -154,8 +149,7 @@ class Receiving(Talk):
         self.send(*(Outgoing(destination, headers, b"x") for _ in range(10)))
         self.send(Outgoing(destination, headers, b"x"))
         with self.consumer(destination, prefetch=20) as session:
-            deliveries = take(session, 11)
-            session.ack(deliveries)
+            deliveries = settle(session, 11)
 
         for delivery in deliveries:
             received = {name: delivery.headers.get(name) for name in headers}
@@ -197,8 +191,7 @@ class Topics(Talk):
 
         for name in names:
             with self.consumer(topic, subscriber=name) as session:
-                deliveries = take(session, 5)
-                session.ack(deliveries)
+                deliveries = settle(session, 5)
                 assert bodies(deliveries) == numbers(5)
                 assert {one.destination for one in deliveries} == {topic}
             with self.consumer(topic, subscriber=name) as session:
@@ -214,8 +207,7 @@ class Topics(Talk):
         self.send(*numbered(topic, 10))
         found = []
         for session in sessions:
-            deliveries = take(session, 5)
-            session.ack(deliveries)
+            deliveries = settle(session, 5)
             found += bodies(deliveries)
             session.close()
         assert sorted(found) == numbers(10)
@@ -235,7 +227,7 @@ class Topics(Talk):
         self.send(*numbered(topic, 2))
         for name, count in zip(names, (0, 5), strict=True):
             with self.consumer(topic, subscriber=name) as session:
-                session.ack(take(session, count))
+                settle(session, count)
                 assert session.receive(0.3) is None
             self.broker().unsubscribe(topic, name)
 
@@ -245,8 +237,7 @@ class Topics(Talk):
         topic = f"topic:{destination}"
         with self.consumer(topic) as session:
             self.send(*numbered(topic, 2))
-            deliveries = take(session, 2)
-            session.ack(deliveries)
+            settle(session, 2)
         self.send(*numbered(topic, 2))
         with self.consumer(topic) as session:
             assert session.receive(0.3) is None
@@ -382,5 +373,5 @@ class Together(Talk):
             first, second = take(session, 2)
             assert session.receive(0.3) is None
             session.ack([first, second])
-            session.ack(take(session, 2))
+            settle(session, 2)
         assert self.rest(destination) == []

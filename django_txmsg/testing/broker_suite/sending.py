@@ -15,7 +15,7 @@ from ...errors import (
     DispatchRejected,
     DispatchUnknown,
 )
-from .talk import Talk, numbered, numbers, take
+from .talk import Talk, numbered, numbers, settle, take
 
 
 class Sending(Talk):
@@ -249,8 +249,7 @@ class Transactions(Talk):
             session.enlist(Outgoing(target, {}, b"never"))
 
         with self.consumer(destination) as session:
-            [again] = take(session, 1)
-            session.ack([again])
+            [again] = settle(session, 1)
         assert again.redelivered
         assert self.rest(target) == []
 

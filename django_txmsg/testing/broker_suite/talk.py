@@ -113,6 +113,13 @@ def take(session: Session, count: int) -> list[Delivery]:
     return found
 
 
+def settle(session: Session, count: int) -> list[Delivery]:
+    """Receive, acknowledge and return `count` deliveries."""
+    deliveries = take(session, count)
+    session.ack(deliveries)
+    return deliveries
+
+
 def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
     """Return the bodies of these deliveries."""
     return [delivery.body for delivery in deliveries]
