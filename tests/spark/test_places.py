@@ -82,6 +82,27 @@ def test_a_stage_that_was_renamed_since_ends_where_the_new_one_begins() -> None:
     assert again.expected == run.expected
 
 
+def test_a_stage_that_is_renamed_back_begins_where_the_other_one_ends() -> None:
+    known = [
+        Listener(TOPIC, "b/old", EVER), Listener(TOPIC, "b/old", EVER, at(60)),
+        Listener(TOPIC, "b/new", at(60)),
+    ]  # fmt: skip
+    found = [heard("b/old", 0, 150), heard("b/new", 60, 90)]
+
+    run = listeners(known, found, declared("old"), NOW)
+
+    end = at(90) + TICK
+    assert run.expected == [
+        Listener(TOPIC, "b/new", at(60), end),
+        Listener(TOPIC, "b/old", EVER, at(60)), Listener(TOPIC, "b/old", end),
+    ]  # fmt: skip
+    again = listeners([*known, *run.fresh], found, declared("old"), NOW + TICK)
+    assert (again.fresh, again.expected) == ([], run.expected)
+    # The other one has received nothing: it never listened.
+    [old] = listeners(known, found[:1], declared("old"), NOW).expected[1:]
+    assert old == Listener(TOPIC, "b/old", EVER)
+
+
 def test_a_stage_that_is_removed_was_expected_until_now() -> None:
     known = [Listener(TOPIC, "b/s", at(0))]
     assert who(known, [], declared()) == {"b/s": (at(0), NOW)}

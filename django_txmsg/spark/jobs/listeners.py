@@ -11,7 +11,6 @@ import argparse
 import datetime as dt
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 
 from pyspark.sql import DataFrame
 
@@ -122,11 +121,13 @@ def listeners(
     A stage in the logs listens from its first message. A newly declared stage listens
     from now if an earlier run has recorded a listener of its service. If no run has,
     and the stage replaces another stage, it listens from the time when that other stage
-    stopped. If it replaces none, it listens from the beginning.
+    stopped. If it replaces none, it listens from the beginning. A stage that is
+    declared again also listens from the time when the stage that it replaces stopped.
+    If it replaces none, it listens from now.
 
     A stage that is no longer declared stops listening now, or when the stage that
-    replaces it receives its first message. But if no run has recorded the undeclared
-    stage, it stopped at its last message.
+    replaces it receives its first message. It stopped at its last message if no run has
+    recorded it, or if the stage that replaces it has listened before.
     """
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):
@@ -145,25 +146,30 @@ def listeners(
         for one in (intervals.keys() | received.keys()) - stages
         if _service(one) in declaring
     }
-    new = stages - intervals.keys()
+    new = {one for one in stages if None not in intervals.get(one, {}).values()}
+    ended: dict[_Pair, dt.datetime] = {}
     for pair in sorted(gone):
         ends = intervals.setdefault(pair, {})
         last = received[pair][1] + MICROSECOND if pair in received else EVER
-        heirs = [received[one][0] for one in new & received.keys() if _same(one, pair)]
+        heirs = [
+            # The first message of a stage that comes back is older than its return.
+            EVER if one in intervals else received.get(one, (now, now))[0]
+            for one in new
+            if _same(one, pair)
+        ]
         for since in [one for one, until in ends.items() if until is None]:
-            ends[since] = max(last, min([now, *heirs]))
-            fresh.append(Listener(*pair, since, ends[since]))
+            ended[pair] = ends[since] = max(since, last, min([now, *heirs]))
+            fresh.append(Listener(*pair, since, ended[pair]))
         if not ends:
             ends[received[pair][0]] = last
-    for pair in sorted(stages):
-        ends = intervals.setdefault(pair, {})
-        if None in ends.values():
-            continue
+            if _service(pair) not in noted:
+                ended[pair] = last
+    for pair in sorted(new):
         since = now
-        if _service(pair) not in noted:
-            before = [intervals[one].values() for one in gone if _same(one, pair)]
-            since = max(filter(None, chain(*before)), default=EVER)
-        ends[since] = None
+        if pair in intervals or _service(pair) not in noted:
+            before = [at for one, at in ended.items() if _same(one, pair)]
+            since = max(before, default=now if pair in intervals else EVER)
+        intervals.setdefault(pair, {})[since] = None
         fresh.append(Listener(*pair, since))
     for pair, (first, _) in received.items():
         ends = intervals.setdefault(pair, {first: None})
