@@ -27,9 +27,10 @@ NOW = at(1000)
 TICK = dt.timedelta(microseconds=1)
 
 
-def heard(consumer: str, first: float, last: float) -> Place:
+def heard(consumer: str, first: float, last: float, sent: float | None = None) -> Place:
     receiver = consumer.partition("/")[0]
-    return Place(TOPIC, consumer, "a", receiver, at(first), at(last), 5, 1, 1)
+    times = at(first), at(last), at(last if sent is None else sent)
+    return Place(TOPIC, consumer, "a", receiver, *times, 5, 1, 1)
 
 
 def declared(*names: str) -> list[Subscription]:
@@ -118,15 +119,28 @@ def test_a_retired_stage_may_subscribe_again() -> None:
     ]  # fmt: skip
 
 
-def test_listener_retired_by_hand_stays_retired() -> None:
+def test_listener_retired_by_hand_comes_back_with_a_later_message() -> None:
     known = [Listener(TOPIC, "c/s", at(0), at(10))]
-    assert who(known, [heard("c/s", 0, 20)], declared()) == {"c/s": (at(0), at(10))}
+    # Its queue still had messages, or it stopped a little later.
+    for sent in (9, 69):
+        found = [heard("c/s", 0, 200, sent)]
+        assert who(known, found, declared()) == {"c/s": (at(0), at(10))}
+
+    run = listeners(known, [heard("c/s", 0, 200, sent=90)], declared(), NOW)
+
+    assert run.fresh == [Listener(TOPIC, "c/s", at(90))]
+    assert run.expected == [Listener(TOPIC, "c/s", at(0), at(10)), *run.fresh]
+    again = listeners([*known, *run.fresh], [heard("c/s", 0, 500)], declared(), NOW)
+    assert (again.fresh, again.expected) == ([], run.expected)
+    retired = [*known, *run.fresh, Listener(TOPIC, "c/s", at(90), at(500))]
+    assert listeners(retired, [heard("c/s", 0, 500)], declared(), NOW).fresh == []
 
 
 def between(least: float, median: float, minutes: float = 60, **more: Any) -> Place:
     times = int(least * SECOND), int(median * SECOND)
     count = more.get("messages", 10)
-    return Place("q", "", "a", "b", at(0), at(minutes), count, *times)
+    ends = at(0), at(minutes), at(minutes)
+    return Place("q", "", "a", "b", *ends, count, *times)
 
 
 def test_equally_long_transit_times_are_a_clock_difference() -> None:

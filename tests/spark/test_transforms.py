@@ -562,8 +562,8 @@ def test_places_tell_who_listens_and_how_long_messages_take(spark) -> None:
     found = places(arrivals(rows)).toArrow().to_pylist()
 
     assert {tuple(row.values()) for row in found} == {
-        ("topic:t", "b/s", "a", "b", at(1), at(3), 2, minute, minute),
-        ("queue", None, "a", "b", at(0), at(0), 1, 9 * minute, 9 * minute),
+        ("topic:t", "b/s", "a", "b", at(1), at(3), at(3), 2, minute, minute),
+        ("queue", None, "a", "b", at(0), at(0), at(0), 1, 9 * minute, 9 * minute),
     }
 
 
@@ -578,9 +578,10 @@ def test_a_stage_did_not_listen_while_its_first_message_waited(spark) -> None:
 
     found = read_places(arrivals(rows))
 
-    assert {one.consumer: (one.first_at, one.last_at) for one in found} == {
-        "b/new": (at(5 * day), at(6 * day)),
-        "b/late": (at(6 * day), at(6 * day)),
+    times = {one.consumer: (one.first_at, one.last_at, one.sent_at) for one in found}
+    assert times == {
+        "b/new": (at(5 * day), at(6 * day), at(5 * day)),
+        "b/late": (at(6 * day), at(6 * day), at(0)),
     }
 
 

@@ -24,7 +24,7 @@ from ..runs import Run
 from ..spec import JobSpec, Subscription
 from ..tally import Line
 from ..transforms import EPOCH, MICROSECOND, instant, micros
-from ..transforms.journeys import EXPECTED
+from ..transforms.journeys import EXPECTED, PROMPT
 from ..transforms.reconcile import places
 from .outcome import Outcome
 
@@ -44,6 +44,8 @@ class Place:
     receiver: str
     first_at: dt.datetime
     last_at: dt.datetime
+    sent_at: dt.datetime
+    """When the last message was sent. It may have been received long after that."""
     messages: int
     least_us: int
     median_us: int
@@ -87,7 +89,8 @@ def counted_places(lines: Iterable[Line]) -> list[Place]:
         Place(
             line.destination, line.consumer, line.sender or "",
             line.consumer.partition("/")[0],
-            instant(line.first_us), instant(line.last_us), 0, 0, 0,
+            instant(line.first_us), instant(line.last_us), instant(line.last_us),
+            0, 0, 0,
         )
         for line in lines
         if line.consumer and wire.is_topic(line.destination)
@@ -127,7 +130,9 @@ def listeners(
 
     A stage that is no longer declared stops listening now, or when the stage that
     replaces it receives its first message. It stopped at its last message if no run has
-    recorded it, or if the stage that replaces it has listened before.
+    recorded it, or if the stage that replaces it has listened before. A stage that was
+    retired by hand listens again from the last message that it received, if that one
+    was sent more than PROMPT after its end.
     """
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):
@@ -150,7 +155,7 @@ def listeners(
     ended: dict[_Pair, dt.datetime] = {}
     for pair in sorted(gone):
         ends = intervals.setdefault(pair, {})
-        last = received[pair][1] + MICROSECOND if pair in received else EVER
+        last = max(received[pair]) + MICROSECOND if pair in received else EVER
         heirs = [
             # The first message of a stage that comes back is older than its return.
             EVER if one in intervals else received.get(one, (now, now))[0]
@@ -171,11 +176,17 @@ def listeners(
             since = max(before, default=now if pair in intervals else EVER)
         intervals.setdefault(pair, {})[since] = None
         fresh.append(Listener(*pair, since))
-    for pair, (first, _) in received.items():
+    for pair, (first, last) in received.items():
         ends = intervals.setdefault(pair, {first: None})
         earliest = min(ends)
         if first < earliest:
             ends[first] = ends.pop(earliest)
+        until = [at for at in ends.values() if at is not None]
+        still = last - max(until, default=last) > PROMPT
+        # Old code may run for a while after its service declared something else.
+        if still and None not in ends.values() and pair not in gone:
+            ends[last] = None
+            fresh.append(Listener(*pair, last))
     expected = [
         Listener(*pair, since, until)
         for pair, ends in sorted(intervals.items())
@@ -208,13 +219,14 @@ def _same(one: _Pair, other: _Pair) -> bool:
 
 
 def _received(found: Iterable[Place]) -> dict[_Pair, tuple[dt.datetime, dt.datetime]]:
-    """Return when each listener received its first and its last message."""
+    """Return when each listener received its first message, and when its last message
+    was sent. The stage may no longer have listened when it received that message."""
     received: dict[_Pair, tuple[dt.datetime, dt.datetime]] = {}
     for place in found:
         if place.consumer:
             pair = (place.destination, place.consumer)
-            first, last = received.get(pair, (place.first_at, place.last_at))
-            received[pair] = min(first, place.first_at), max(last, place.last_at)
+            first, last = received.get(pair, (place.first_at, place.sent_at))
+            received[pair] = min(first, place.first_at), max(last, place.sent_at)
     return received
 
 
