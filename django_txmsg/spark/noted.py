@@ -21,6 +21,11 @@ from .errors import UsageError
 from .spec import SourceSpec
 
 _TABLE = "django_txmsg_finding"
+_ENDED = (
+    "FROM django_txmsg_pipelinerun WHERE job = 'reconcile' AND service = %s AND state"
+    " IN ('clean', 'findings') AND CAST(options AS text) NOT LIKE"
+    " '%%\"dry_run\"%%' ORDER BY finished_at"
+)
 #: Most unacknowledged findings: a run without one of the consuming services in its
 #: specification finds all of that one's messages lost.
 MOST = 10_000
@@ -156,10 +161,7 @@ class Noted:
         """Return the last finished `reconcile` that has stored its findings."""
         with closing(connect_plain(self.source)) as connection:
             rows = connection.rows(
-                "SELECT started_at, finished_at, counts FROM django_txmsg_pipelinerun"
-                " WHERE job = 'reconcile' AND service = %s AND state IN"
-                " ('clean', 'findings') AND CAST(options AS text) NOT LIKE"
-                " '%%\"dry_run\"%%' ORDER BY finished_at DESC LIMIT 1",
+                f"SELECT started_at, finished_at, counts {_ENDED} DESC LIMIT 1",
                 self.source.service,
             )
         found = (
@@ -167,6 +169,23 @@ class Noted:
             for start, end, counts in rows
         )
         return next(found, None)
+
+    def judged_until(self, reach: dt.timedelta) -> dt.datetime | None:
+        """Return the start of the last run of `reconcile` that left out no message: it
+        judged what was sent since `reach` before the start of an earlier such run. An
+        operator may have started others with a shorter `--since`. Of the first run in
+        the records, it is assumed."""
+        with closing(connect_plain(self.source)) as connection:
+            rows = connection.rows(
+                f"SELECT started_at, options {_ENDED}", self.source.service
+            )
+        until: dt.datetime | None = None
+        for start, options in rows:
+            since = read_json(options).get("since")
+            begin = dt.datetime.fromisoformat(since) if since else None
+            if until is None or begin is None or begin <= until - reach:
+                until = read_instant(start)
+        return until
 
     def _set(
         self, which: Which, before: bool, at: dt.datetime | None, by: str, note: str

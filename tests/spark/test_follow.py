@@ -553,8 +553,9 @@ def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> 
 
 def test_reconcile_covers_the_time_without_follow(log: Log, lake: LakeSpec) -> None:
     """`follow` was stopped for five days. Messages are stuck after two days, which is
-    longer than `--since`."""
-    day = timedelta(days=1)
+    longer than `--since`. A run that an operator starts with a shorter `--since` leaves
+    out messages of these days."""
+    day, now = timedelta(days=1), datetime.now(timezone.utc)
     spec = JobSpec((log.spec,), lake, stuck_after=2 * day.total_seconds())
     follower = Follower(spec, replace(NOW, since=day), None, threading.Event())
 
@@ -563,15 +564,21 @@ def test_reconcile_covers_the_time_without_follow(log: Log, lake: LakeSpec) -> N
         assert option == "--since"
         return datetime.now(timezone.utc) - datetime.fromisoformat(since)
 
+    def ran(ended: datetime, **options: str) -> None:
+        log.insert(
+            "django_txmsg_pipelinerun",
+            [{"id": uuid.uuid4(), "job": "reconcile", "service": "shop",
+              "state": "clean", "run_by": "", "lake": "", "options": options, "rows": 0,
+              "counts": {}, "error": "", "started_at": ended, "finished_at": ended}],
+        )  # fmt: skip
+
     assert 3 * day <= back() < 3.1 * day
-    ended = datetime.now(timezone.utc) - 5 * day
-    log.insert(
-        "django_txmsg_pipelinerun",
-        [{"id": uuid.uuid4(), "job": "reconcile", "service": "shop", "state": "clean",
-          "run_by": "", "lake": "", "options": {}, "rows": 0, "counts": {},
-          "error": "", "started_at": ended, "finished_at": ended}],
-    )  # fmt: skip
+    ran(now - 5 * day)
     assert 8 * day <= back() < 8.1 * day
+    ran(now - 2 * day, since=str(now - 6 * day))
+    assert 8 * day <= back() < 8.1 * day
+    ran(now - day, since=str(now - 8 * day))
+    assert 4 * day <= back() < 4.1 * day
 
 
 def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> None:

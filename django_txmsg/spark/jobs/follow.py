@@ -345,10 +345,10 @@ class Follower:
     def reconcile_words(self) -> list[str]:
         """Return the arguments of the next `reconcile`. It also judges the messages
         that were too young for the last run, and those of a time without any run."""
-        last = Noted(self.source).last_run()
+        reach = self.options.since
+        reach += max(self.options.grace, stuck_after(self.spec))
         now = dt.datetime.now(dt.timezone.utc)
-        begin = min(now, last.started_at) if last else now
-        begin -= self.options.since + max(self.options.grace, stuck_after(self.spec))
+        begin = min(now, Noted(self.source).judged_until(reach) or now) - reach
         return ["--since", begin.isoformat(), *self.options.reconcile]
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
