@@ -550,6 +550,41 @@ def test_topic_message_that_died_before_any_stage_listened_is_judged_once(
     ]  # fmt: skip
 
 
+def test_a_redelivered_message_is_owed_to_no_stage_that_was_retired_meanwhile(
+    spark,
+) -> None:
+    """Two messages died at the relay. Before they were redelivered, one stage had been
+    replaced, and another one had been retired."""
+    topic, silent = "topic:t", "topic:silent"
+    messages = sent(
+        spark,
+        *[("a", one, one, at(0), None, None, at(1)) for one in (topic, silent)],
+        *[("a", one, one, at(60), None, at(61)) for one in (topic, silent)],
+    )
+    resolved = letters(
+        spark,
+        *[("a", "", one, one, at(0), at(1), "redelivered", at(60))
+          for one in (topic, silent)],
+    )  # fmt: skip
+    receipts = received(
+        spark, ("b", "new", topic, topic, at(60), at(62), at(63), None, 1)
+    )
+    listeners = expected(
+        spark, (topic, "b/old", at(-1), at(30)), (topic, "b/new", at(30)),
+        (topic, "b/still", at(-1)), (silent, "b/old", at(-1), at(30)),
+    )  # fmt: skip
+
+    verdicts = reconcile(
+        messages, receipts, listeners, resolved,
+        horizon=HORIZON, late_after=LATE, stuck_before=HORIZON,
+    )  # fmt: skip
+
+    rows = verdicts.select("message_id", "consumer", "verdict").collect()
+    assert sorted(map(tuple, rows)) == [
+        (topic, "b/new", "ok"), (topic, "b/still", "never_received"),
+    ]  # fmt: skip
+
+
 def test_places_tell_who_listens_and_how_long_messages_take(spark) -> None:
     rows = received(
         spark,

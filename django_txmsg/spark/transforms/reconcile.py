@@ -205,12 +205,13 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
             "by_intent": sf.col("cancelled") == sf.col("died"),
         }
     )
-    # A message to a topic without listeners has no receiver to judge. And nothing is
+    # A message to a topic without listeners has no receiver to judge. A listener that
+    # was gone when its dead message was redelivered is owed it no more. And nothing is
     # known about a message of which only a dead letter is left.
-    idle = (
-        is_topic(sf.col("destination"))
-        & (sf.col("pair") == "")
-        & sf.col("died_at").isNull()
+    idle = is_topic(sf.col("destination")) & sf.when(
+        sf.col("pair") == "", sf.col("died_at").isNull()
+    ).otherwise(
+        sf.col("received_at").isNull() & (sf.col("redelivered_at") >= sf.col("died_at"))
     )
     forgotten = ~sf.col("in_outbox") & sf.col("received_at").isNull()
     owed = steps.where(~sf.coalesce(idle, sf.lit(False)) & ~forgotten)
