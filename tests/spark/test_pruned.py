@@ -6,6 +6,8 @@ import datetime as dt
 import uuid
 from dataclasses import replace
 
+import pytest
+
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from tests.spark.running import outcome, run
 
@@ -77,6 +79,35 @@ def test_no_verdict_where_the_senders_outbox_is_pruned(spark, make_log) -> None:
 
         assert facts["counts"] == {"dead": 1, "unknown_sender": 1}
         assert facts["not_judged"] == 1
+
+
+@pytest.mark.parametrize("vendor", ["sqlite", "postgresql"])
+def test_no_verdict_where_the_receiver_has_pruned_all_rows(
+    spark, make_log, vendor: str
+) -> None:
+    """The retention of `payments` is shorter than that of `shop`. A third service has
+    received messages, but has processed none."""
+    shop, payments = make_log("sqlite"), make_log(vendor, "payments")
+    mails = make_log(vendor, "mails")
+    pruned, lost, open_one = ids(3)
+    sent = {"created_at": NOW - 3 * DAY}
+    shop.send(
+        [{"message_id": pruned, **sent},
+         *({"message_id": one, "destination": "mails", **sent}
+           for one in (lost, open_one))]
+    )  # fmt: skip
+    payments.receive([{"message_id": pruned, "first_received_at": NOW - 3 * DAY}])
+    payments.execute("DELETE FROM django_txmsg_inboxmessage")
+    mails.receive([{"message_id": open_one, "first_received_at": NOW - 3 * DAY,
+                    "destination": "mails", "processed_at": None}])  # fmt: skip
+    kept = {"outbox": 7, "inbox": 14}
+    stages = (Subscription("orders.place", "payments", "s"),)
+    spec = JobSpec((shop.spec, payments.spec, mails.spec), None, kept, stages)
+
+    facts = run(spec, *JUDGE)
+
+    counts = {"never_received": 1, "not_processed": 1}
+    assert (facts["counts"], facts["not_judged"]) == (counts, 1)
 
 
 def test_a_pruned_sender_may_have_had_another_name(

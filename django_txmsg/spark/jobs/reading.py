@@ -39,6 +39,14 @@ _ENDED = {
     # Each copy that arrives later prolongs the time.
     "inbox": ("processed_at", "processed_at IS NOT NULL AND deliveries = 1"),
 }
+#: Whether rows of a table were deleted, as far as this role may see its sequence.
+_PRUNED = {
+    "postgresql": "SELECT last_value > 0 AND NOT EXISTS (SELECT FROM {0} WHERE id = 1)"
+    " FROM pg_sequences WHERE pg_get_serial_sequence('{0}', 'id') ="
+    " format('%I.%I', schemaname, sequencename)",
+    "sqlite": "SELECT NOT EXISTS (SELECT 1 FROM {0} WHERE id = 1)"
+    " FROM sqlite_sequence WHERE name = '{0}'",
+}
 
 
 @dataclass
@@ -183,8 +191,10 @@ class WholeLog:
         They are complete since the oldest ended row of the service's first batch in
         this lake, or since the oldest ended row in the database, whichever is earlier.
         If the latter is the first row of all, none is missing. The first service, and a
-        service without such rows, has at least the rows of the retention. Without a
-        retention, all rows are kept, and the result is empty."""
+        service without such rows, has at least the rows of the retention. But if rows
+        of the latter were deleted, its retention may be shorter, and its rows are
+        complete only from now on. Without a retention, all rows are kept, and the
+        result is empty."""
         described, kept = TABLES[table], self.spec.retention.get(table)
         if kept is None:
             return {}
@@ -196,13 +206,18 @@ class WholeLog:
         )
         archived = self._archived_from(table)
         found: dict[str, dt.datetime] = {}
-        for live in self.live:
+        for live, source in zip(self.live, self.spec.services, strict=True):
             known = list(archived.get(live.service, ()))
             for batch in _read_live(described, struct, iter([(live, oldest)])):
                 known += [
                     EPOCH if one["id"] == 1 else one[end] for one in batch.to_pylist()
                 ]
-            if live.service == self.spec.service().service or not known:
+            first = live.service == self.spec.service().service
+            if not known and not first:
+                pruned = _PRUNED[source.vendor].format(described.relation)
+                with closing(connect_plain(source.reading())) as connection:
+                    known += [live.taken] if connection.value(pruned) else []
+            if first or not known:
                 known.append(live.taken - dt.timedelta(days=kept))
             # Of several databases of a service, each may have lost rows.
             found[live.service] = max(min(known), found.get(live.service, EPOCH))
