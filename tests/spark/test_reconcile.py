@@ -241,6 +241,25 @@ def test_since_judges_a_dead_letter_that_was_redelivered(spark, log: Log) -> Non
     assert run(spec, *since)["counts"] == run(spec, *JUDGE)["counts"] == {"dead": 1}
 
 
+def test_since_judges_a_redelivered_message_whose_dead_letter_is_archived(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    """The broker has lost the message after its redelivery."""
+    [message] = ids(1)
+    spec = JobSpec((log.spec,), lake, {"dead_letters": 0.5})
+    stored = NOW - 10 * DAY
+    log.send([{"message_id": message, "created_at": stored}])
+    log.receive([{"message_id": message, "first_received_at": stored, **PARKED}])
+    log.bury(
+        [{"message_id": message, "message_created_at": stored, "created_at": stored,
+          "resolution": "redelivered", "resolved_at": NOW - 20 * HOUR}]
+    )  # fmt: skip
+    run(spec, "archive", "--table", "dead_letters", "--no-vacuum")
+    assert log.count("django_txmsg_deadletter") == 0
+
+    assert run(spec, *JUDGE, "--since", "24h")["counts"] == {"not_processed": 1}
+
+
 def test_since_judges_an_old_message_whose_next_attempt_is_overdue(
     spark, log: Log
 ) -> None:

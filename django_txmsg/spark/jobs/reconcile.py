@@ -348,7 +348,13 @@ def _revived(log: WholeLog, since: dt.datetime) -> list[str]:
     `since`, because `restore` opens it again."""
     day, start = day_of(since), timestamp(since)
     where = "(t.resolution = 'open' OR t.resolved_at >= {day})"
-    letters = log.copied(TABLES["dead_letters"], LETTERS, where, day)
+    kept = log.spec.retention.get("dead_letters")
+    if kept is not None and since < log.horizon(dt.timedelta(days=kept)):
+        # Some that were resolved since then are in the lake, each on the day on which
+        # it was stored.
+        letters = log.read("dead_letters", LETTERS, where=where, since=day, whole=True)
+    else:
+        letters = log.copied(TABLES["dead_letters"], LETTERS, where, day)
     redelivered = (sf.col("resolution") == "redelivered") & (
         sf.col("resolved_at") >= start
     )
