@@ -168,29 +168,28 @@ def _signalled(declared: Declaration, message: Message) -> None:
 def _cancelled(declared: Declaration, message: Message) -> None:
     """Cancel a run. The request comes from a calling flow that undoes its work, or from
     code of this service."""
+    given = message.conversation
     try:
-        undone = wire.Undone.parse(message.conversation[wire.UNDOES])
+        undone = wire.Undone.parse(given[wire.UNDOES])
     except ValueError:
         raise DecodeError("undoes", "it names no run") from None
-    caller = Address.of(message.conversation)
     runs = Run.objects.db_manager(declared.using)
-    if not runs.filter(run_id=undone.request_id).exists():
-        # Not started yet, so it only waits for its first message, which may never come.
-        was_done(undone, declared.name, declared.name, declared.using)
+    # Without a row, it only waits for its first message, which may never come.
+    begun = runs.filter(run_id=undone.request_id).exists() or was_done(
+        undone, declared.name, declared.name, declared.using
+    )
     run = runs.locked(undone.request_id)
     why = message.body.read(codecs.reader(Cancelled))
-    handed_over = run is not None and run.outcome == Outcome.HANDED_OVER
-    # Only a join sends a cancellation with this header and without an address.
-    left_over = wire.HOP in message.conversation
-    if run and handed_over and (caller is not None or left_over or not run.caller):
-        # Cancel the flow that this run has handed over to, too. But not while that
-        # flow owes the caller an answer: a flow that has not begun would never answer.
-        # What a join has left over owes no answer.
+    # Only a flow sends HOP. The sender of any other cancel waits for no answer: the
+    # address is that of the run's caller, whom a run that has begun answers itself.
+    ours = wire.HOP not in given
+    caller = None if ours and begun else Address.of(given)
+    if run is not None and run.outcome == Outcome.HANDED_OVER:
         assert run.request_id is not None
         assert run.ended_at is not None
         called = wire.Undone(run.request_id, run.ended_at, undone.answered)
-        given = {**message.conversation, wire.UNDOES: str(called)}
-        declared.send(why, given, to=run.asked + wire.STEPS)
+        headers = {**run.caller, **given, wire.UNDOES: str(called)}
+        declared.send(why, headers, to=run.asked + wire.STEPS)
     elif run is None or run.ended_at is not None:
         if caller is None:
             return _late(declared, message, undone.request_id)

@@ -127,9 +127,8 @@ _RESUMED = (
 def cancel(run: Run, why: str = "") -> None:
     """Cancel a run, in the caller's transaction. The flow's signal method for
     `Cancelled` decides how the run continues. Without such a method the run fails, and
-    undoes its work. A run that has ended does not change. A run that has handed over to
-    another flow has ended: to stop the work, call `cancel()` with the run of the other
-    flow."""
+    undoes its work. A run that has ended does not change. If the run has handed over to
+    another flow, the run of the other flow is cancelled."""
     declared = declaration_of(run)
     undoing.cancel(run, why, declared.using, declared.broker)
 

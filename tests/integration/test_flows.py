@@ -1285,15 +1285,49 @@ def test_a_flow_that_fails_by_a_dead_request_confirms_its_cancel() -> None:
 
 
 @pytest.mark.usefixtures("shipping")
-def test_caller_of_a_run_that_handed_over_is_answered_once() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_cancelling_a_run_that_handed_over_cancels_its_successor(begun: bool) -> None:
     run = ship_it("another way")
-    for name in ("shop.shipping", "shop.packing"):
+    for name in ("shop.shipping", *["shop.packing"] * (1 + begun)):
         ship()
         take(stages.find([name])[0])
     with transaction.atomic():
         cancel(Run.objects.get(outcome=Outcome.HANDED_OVER))
+    for _ in range(2):
+        ship()
+        take(stages.find(["shop.packing.steps"])[0])
+    drain()
+    assert failed(run) == "given up: cancelled"
+    assert not Run.objects.filter(ended_at=None).exists()
+    assert effects() == ["void 0"]
+
+
+@pytest.mark.usefixtures("shipping")
+@pytest.mark.parametrize(
+    ("when", "answer"),
+    [
+        ("before it begins", {"why": "stop"}),
+        ("while it waits", {"why": "stop"}),
+        ("after its end", {"shelf": "box of 7, None"}),
+    ],
+)
+def test_cancelling_a_run_that_handed_over_answers_once(
+    when: str, answer: dict[str, str]
+) -> None:
+    with transaction.atomic():
+        run = start(Packing, Pack("7", "another way"), answer_to="orders.done")
+    ship()
+    take(stages.find(["shop.packing"])[0])
+    if when != "before it begins":
+        drain(ahead=HOUR if when == "after its end" else 0 * HOUR)
+    with transaction.atomic():
+        cancel(run, "stop")
+    for _ in range(2):
+        ship()
+        take(stages.find(["shop.packing.steps"])[0])
     drain(ahead=HOUR)
-    assert answered(run) == "box of 7, blue"
+    sent = OutboxMessage.objects.get(destination="orders.done")
+    assert json.loads(bytes(sent.body)) == answer
 
 
 @pytest.mark.usefixtures("shipping")
