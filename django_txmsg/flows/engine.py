@@ -21,12 +21,11 @@ from django.db.models.functions import Now
 from .. import codecs, conf, signals, wire
 from ..envelope.message import Message, carried, check_headers
 from ..errors import ConfigurationError, DecodeError, FlowError, InvalidMessage
-from ..models import FlowUndo, Run
+from ..models import FlowUndo, OutboxMessage, Run
 from ..models.fields import clock
 from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address, hop
 from ..sending.outbox import Encoded, encoded
-from ..sending.pending import cancel_message
 from ..sending.typed_name import TypedName
 from ..sending.undoing import overtaken, undo_delays, was_done
 from . import joining
@@ -307,15 +306,18 @@ class Going:
 
     def signalled(self, result: Any) -> None:
         """Apply the result of a signal's method. If the result is None, the run waits
-        for the same continuation as before. Otherwise the run's request is cancelled if
-        it has not been sent yet."""
+        for the same continuation as before. Otherwise the run's requests are cancelled
+        if they have not been sent yet."""
+        run, using = self.run, self.declared.using
         if result is None:
             return self.store()
         if self._turn is not None:
-            overtaken(self.run, self._turn, self.declared.using)
-        if self.run.request_id is not None:
-            why = f"the flow has gone on: {self._step}"
-            cancel_message(self.run.request_id, why=why, using=self.declared.using)
+            overtaken(run, self._turn, using)
+        asked = [] if run.request_id is None else [run.request_id]
+        if run.waits_for == WaitsFor.JOIN:
+            asked = joining.unanswered(self.declared, run)
+        why = f"the flow has gone on: {self._step}"
+        OutboxMessage.objects.db_manager(using).cancel(asked, why=why)
         return self.apply(result)
 
     def go_back(

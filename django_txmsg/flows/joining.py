@@ -172,6 +172,14 @@ def _let_leave(batch: Batch, number: str | None) -> None:
         reschedule_message(held.request_id, delay=dt.timedelta(0), using=using)
 
 
+def unanswered(declared: Declaration, run: Run) -> list[uuid.UUID]:
+    """Return the ids of the requests without an answer, of the join for which the run
+    waits."""
+    assert run.turn is not None  # it waits
+    rows = Branch.objects.using(declared.using).filter(batch__turn=run.turn)
+    return list(rows.filter(answered_at=None).values_list("request_id", flat=True))
+
+
 def ended(
     declared: Declaration,
     run: Run,

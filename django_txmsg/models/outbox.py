@@ -52,7 +52,7 @@ class PendingManager(SqlManager):
     relay may be sending the row's message.
     """
 
-    def cancel(self, message_id: uuid.UUID, *, why: str) -> Changed:
+    def cancel(self, messages: Collection[uuid.UUID], *, why: str) -> Changed:
         """Cancel rows. The rows get no dead letters, because no operator needs to act.
         A row that already has its place in the order of its key is not cancelled: the
         next message of the key will wait for the row's message."""
@@ -62,7 +62,7 @@ class PendingManager(SqlManager):
             " lease_until = NULL, lease_token = NULL"
         )
         note = f"cancelled: {why}"[:2000]
-        return self._change(message_id, assign, [note], also="linked_at IS NULL")
+        return self._change(messages, assign, [note], also="linked_at IS NULL")
 
     def make_due(
         self,
@@ -75,9 +75,9 @@ class PendingManager(SqlManager):
         connection: Any = connections[self.db]
         if at is not None:
             value = prepared(self.model, "due_at", at, connection)
-            return self._change(message_id, "due_at = %s", [value])
+            return self._change([message_id], "due_at = %s", [value])
         value = later_value(connection, delay or 0.0)
-        return self._change(message_id, f"due_at = {later_sql(connection)}", [value])
+        return self._change([message_id], f"due_at = {later_sql(connection)}", [value])
 
     def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
         """Clear the unique key of each row that has one of these `keys` and no longer
@@ -166,16 +166,23 @@ class PendingManager(SqlManager):
             return held + [pk for (pk,) in cursor.fetchall()]
 
     def _change(
-        self, message_id: uuid.UUID, assign: str, values: list[Any], also: str = "TRUE"
+        self,
+        messages: Collection[uuid.UUID],
+        assign: str,
+        values: list[Any],
+        also: str = "TRUE",
     ) -> Changed:
+        if not messages:
+            return []
         connection, table = connections[self.db], self._table
         pending = rules.PENDING_OTHERWISE.sql()
         free = NOT_LEASED.sql(now=now_sql(connection))
+        wanted, ids = ids_sql(connection, "message_id", messages)
         return self._rows(
-            f"UPDATE {table} SET {assign} WHERE message_id = %s AND {pending}"  # noqa: S608 - constants only
+            f"UPDATE {table} SET {assign} WHERE {wanted} AND {pending}"  # noqa: S608 - constants only
             f" AND {free} AND {also}"
             f" RETURNING id, broker",
-            [*values, prepared(self.model, "message_id", message_id, connection)],
+            [*values, *ids],
         )
 
 

@@ -30,7 +30,7 @@ def cancel_message(
     a UUID.
     """
     alias = _alias(message_id, using)
-    return bool(OutboxMessage.objects.db_manager(alias).cancel(message_id, why=why))
+    return bool(OutboxMessage.objects.db_manager(alias).cancel([message_id], why=why))
 
 
 def reschedule_message(

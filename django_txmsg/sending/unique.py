@@ -155,7 +155,7 @@ def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, M
             for one in known.filter(HOLDING, unique_key=row.unique):
                 why = f"replaced by {row.message_id}"
                 if (
-                    not pending.cancel(one.message_id, why=why)
+                    not pending.cancel([one.message_id], why=why)
                     and one.unique_until_processed
                 ):
                     raise _conflict(row, one)

@@ -22,6 +22,7 @@ from django_txmsg import (
     Refuse,
     cancel_message,
     outbox_session,
+    reschedule_message,
     send_message,
     stages,
     wire,
@@ -562,6 +563,23 @@ def test_a_join_that_is_given_up_undoes_what_was_done_and_revokes_the_rest(
     assert not FlowUndo.objects.filter(confirmed_at=None).exists()
 
 
+def test_requests_of_a_cancelled_join_that_have_not_left_are_not_sent() -> None:
+    run = tour(4, at_once=1)
+    FlowUndo.objects.all().delete()
+    Run.objects.update(undos=0)  # its step could have asked without undo=
+    answer(1)
+    with transaction.atomic():
+        cancel(run, "closed")
+    drain()
+    drain(ahead=2 * HOUR)
+    run.refresh_from_db()
+    assert json.loads(run.answer) == {"why": "closed"}
+    assert not {"price 2", "price 3"} & {*effects()}
+    held = OutboxMessage.objects.filter(destination="tour.price", dispatched_at=None)
+    assert len(held) >= 2
+    assert all(one.cancelled_at for one in held)
+
+
 def test_an_unreadable_answer_leaves_its_branch_open() -> None:
     run = tour(2)
     answer(1)
@@ -857,6 +875,21 @@ def test_a_cancelled_message_of_a_batch_is_open_until_the_deadline(
     drain(ahead=2 * HOUR)
     assert stored.progress == Progress(2, answered=1, failed=0, left=1)
     assert len(mailing) == 1
+
+
+def test_messages_of_a_cancelled_batch_that_have_not_left_are_not_sent(
+    mailing: list[dict[str, Any]],
+) -> None:
+    with transaction.atomic():
+        stored = batch(mails("Ada", "Bob"), then="mailed")
+    ada = stored.branches.get(number=0)
+    assert reschedule_message(ada.request_id, delay=HOUR)
+    with transaction.atomic():
+        cancel(stored.run, "wrong list")
+    drain()
+    drain(ahead=2 * HOUR)
+    assert mailing == [{"why": "wrong list"}]
+    assert effects() == ["Bob"]
 
 
 def test_a_batch_ends_with_enough_or_with_its_deadline(
