@@ -15,6 +15,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from django.db.models import QuerySet
+
 from .. import codecs, wire
 from ..envelope.message import Message
 from ..envelope.typed_body import BodyReader
@@ -30,9 +32,11 @@ from .values import OURS, Answers, TimedOut
 
 #: Rows in one INSERT, and rows read at a time.
 AT_ONCE = 1000
+#: The longest time for which an undo waits until the flow that was asked is cancelled.
+MOST_HELD = dt.timedelta(days=7)
 #: The end of a branch's ticket: its number, and that of the request that its answer
-#: lets leave, if any.
-_BRANCH = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+#: lets leave, if any. Or the undo that the answer to a cancel lets leave.
+_BRANCH = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?|u([0-9a-f]{32})")
 
 
 class StoredAnswers(Answers[Any]):
@@ -138,6 +142,9 @@ def answered(
     body, found = message.body, _BRANCH.fullmatch(branch)
     if found is None:
         raise DecodeError("ticket", "it names no branch")
+    if found[3]:
+        undo, at_once = uuid.UUID(found[3]), dt.timedelta(0)
+        return reschedule_message(undo, delay=at_once, using=declared.using)
     batches = Batch.objects.using(declared.using).select_related("run")
     batch = batches.filter(turn=turn, run__turn=turn).first()
     if batch is None:
@@ -206,21 +213,42 @@ def ended(
         run=run, confirmed_at=None, request_id__in=left.values("request_id")
     )
     if run.undos:
-        delays = undo_delays(undos, using)
-        send_parts(
-            [_undo(row, run, headers, delays) for row in undos.order_by("-number")],
-            using=using,
-            broker=declared.broker,
-        )
+        _undo_left(declared, run, undos, headers)
         undos.delete()
     return StoredAnswers(batch, None if step.takes_nothing else step.reader)
 
 
-def _undo(
-    row: FlowUndo,
+def _undo_left(
+    declared: Declaration,
     run: Run,
+    undos: QuerySet[FlowUndo],
     headers: Mapping[str, str],
-    delays: Mapping[uuid.UUID | None, dt.timedelta],
+) -> None:
+    """Send the undos of requests without an answer. If such a request is cancelled and
+    has an `undo=` too, the undo is held back until the answer to the cancel: else the
+    flow could run a step after the undo."""
+    using, broker = declared.using, declared.broker
+    assert run.turn is not None  # it waits
+    rows = list(undos.order_by("-number"))
+    cancels = [row for row in rows if row.cancels]
+    given = [row for row in rows if not row.cancels]
+    delays = undo_delays(undos, using)
+    delays |= {row.request_id: MOST_HELD for row in cancels}
+    parts = [_undo(row, run, headers, delays.get(row.request_id)) for row in given]
+    sent = send_parts(parts, using=using, broker=broker)
+    held = {row.request_id: one.id for row, one in zip(given, sent, strict=True)}
+    parts = []
+    for row in cancels:
+        back = {}
+        if row.request_id in held:
+            ticket = f"{wire.ticket(run.run_id, run.turn)}/u{held[row.request_id].hex}"
+            back = {wire.REPLY_TO: declared.steps_name, wire.TICKET: ticket}
+        parts.append(_undo(row, run, {**headers, **back}, None))
+    send_parts(parts, using=using, broker=broker)
+
+
+def _undo(
+    row: FlowUndo, run: Run, headers: Mapping[str, str], delay: dt.timedelta | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     assert row.request_id is not None  # by the query
     undone = wire.Undone(row.request_id, row.created_at, row.answered)
@@ -228,6 +256,6 @@ def _undo(
         "destination": row.destination,
         "body": Encoded(bytes(row.body), row.body_type),
         "headers": {wire.CORRELATION_ID: run.correlation_id},
-        "delay": delays.get(row.request_id),
+        "delay": delay,
     }
     return message, {**headers, wire.UNDOES: str(undone)}

@@ -52,6 +52,7 @@ from django_txmsg.flows import (
     step,
 )
 from django_txmsg.flows.batches import Batches
+from django_txmsg.flows.joining import MOST_HELD
 from django_txmsg.models import (
     Batch,
     Branch,
@@ -110,6 +111,7 @@ class Toured:
 
 price = Destination("tour.price", Price, reply=Priced)
 forget = Destination("tour.forget", Price)
+untour = Destination("tour.untour", Tour)
 refused: set[int] = set()
 broken: set[int] = set()
 
@@ -628,6 +630,43 @@ def test_a_join_that_ends_early_cancels_its_unanswered_flows() -> None:
         # The second was cancelled before it began.
         _, second = Branch.objects.filter(batch__run=run).order_by("number")
         assert not Run.objects.filter(run_id=second.request_id).exists()
+
+
+@shelved
+class Guarded(Flow[Tour, str], name="tour.guarded", within=HOUR):
+    @step
+    def start(self, tour: Tour) -> Next[str]:
+        asked = self.branch(Touring, Tour(2), undo=untour)
+        return self.gather([asked], then=self.ready)
+
+    @step
+    def ready(self, answers: Answers[Toured | Cancelled]) -> Next[str]:
+        return ", ".join(type(one).__name__ for one in answers)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_flow_that_a_join_leaves_over_is_undone_after_its_cancel(begun: bool) -> None:
+    def untour_it(body: Tour) -> None:
+        Effect.objects.create(name="untour", message_id="")
+
+    undoes = Touring.destination
+    with at_hand(Guarded), declared(untour_it, untour, name="untour", undoes=undoes):
+        with transaction.atomic():
+            run = start(Guarded, Tour(1))
+        drain("tour.guarded")
+        if begun:
+            drain("tour.flow")
+            answer(1)
+        drain("tour.guarded.steps", ahead=HOUR)
+        drain("untour" if begun else "tour.flow.steps")
+        run.refresh_from_db()
+        assert run.answer == '"TimedOut"'
+        drain()
+        drain(ahead=2 * MOST_HELD)
+    assert not OutboxMessage.objects.filter(dispatched_at=None, dead_at=None).exists()
+    done = list(Effect.objects.order_by("pk").values_list("name", flat=True))
+    assert done[-1:] == ["untour"] * begun
+    assert ("forget 0" in done) == begun
 
 
 @shelved
