@@ -45,6 +45,7 @@ class Given:
 
 def _resume(run: Run, given: Given) -> str:
     assert run.turn is not None  # it waits
+    _check_time_out(run)
     step = sending.awaited_step(run)
     value = None if step.takes_nothing else _argument(step, given)[1]
     sending.resume(wire.ticket(run.run_id, run.turn), value)
@@ -52,6 +53,13 @@ def _resume(run: Run, given: Given) -> str:
 
 
 def _time_out(run: Run, given: Given) -> str:
+    _check_time_out(run)
+    Run.objects.using(run._state.db).filter(pk=run.pk).update(due_at=Now())
+    return "Timed out"
+
+
+def _check_time_out(run: Run) -> None:
+    """Raise FlowError if the run's time-out is stored already."""
     assert run.turn is not None  # it waits
     stored = OutboxMessage.objects.using(run._state.db)
     if stored.filter(message_id=deadline_id(run.turn)).exists():
@@ -59,8 +67,6 @@ def _time_out(run: Run, given: Given) -> str:
             f"The time-out of run {run.run_id} is stored already. If it is a dead "
             f"letter, redeliver it; restore it first if it was discarded."
         )
-    Run.objects.using(run._state.db).filter(pk=run.pk).update(due_at=Now())
-    return "Timed out"
 
 
 def _cancel(run: Run, given: Given) -> str:

@@ -126,12 +126,13 @@ def test_time_out_fires_the_deadline_of_a_run_that_has_none() -> None:
     assert Shop.did == ["book", "pay", "unpay", "unbook"]
 
 
-def test_time_out_is_refused_if_the_time_out_is_stored_already() -> None:
+@pytest.mark.parametrize("act", ["time-out", "resume"])
+def test_act_is_refused_if_the_time_out_is_stored_already(act: str) -> None:
     run = waiting()
     command("time-out", run.run_id)
     fire()
-    with pytest.raises(CommandError, match="is stored already"):
-        command("time-out", run.run_id)
+    with pytest.raises(CommandError, match="The time-out of run"):
+        command(act, run.run_id, "--value", "true")
     assert len(audit()) == 1
 
 
