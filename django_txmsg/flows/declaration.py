@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
-from .. import codecs, wire
+from .. import codecs, conf, wire
 from ..envelope.handler import accepted, path_of
 from ..envelope.message import Message
 from ..envelope.message_type import is_name, message_type
 from ..envelope.typed_body import BodyReader, TypeHeader
 from ..errors import ConfigurationError, NewerCodeNeeded
 from ..models import Run
+from ..models.run import WaitsFor
 from ..sending.destination import Destination
 from ..sending.outbox import send_part
 from ..sending.typed_name import TypedName
@@ -99,6 +100,18 @@ class Declaration:
     def steps_name(self) -> str:
         """The destination of the messages that continue runs."""
         return self.name + wire.STEPS
+
+    def new_run(self, **columns: Any) -> Run:
+        """Return an unsaved run that waits for its first message."""
+        run = Run(
+            service=conf.get().SERVICE,
+            flow=self.name,
+            version=self.version,
+            state=self.encode(self.cls()),
+            **columns,
+        )
+        run.wait(WaitsFor.START, "start")
+        return run
 
     def address_of(self, step: Step) -> Any:
         """Return the destination for the bodies that a step or a signal takes."""

@@ -75,33 +75,19 @@ def begin(declared: Declaration, message: Message) -> None:
     run = runs.locked(run_id)
     if run is None:
         caller = Address.of(message.conversation)
-        run = _create(
-            declared,
+        run = declared.new_run(
             run_id=run_id,
             caller={} if caller is None else _back(message),
             first_run=_uuid(message.conversation.get(wire.FLOW)) or run_id,
             baggage=_baggage(message),
             correlation_id=message.correlation_id or str(run_id),
         )
+        run.save(using=declared.using, force_insert=True)
     elif run.waits_for != WaitsFor.START:
         return _late(declared, message, run.run_id)
     going = Going(declared, run, message)
     going.apply(going.call(declared.step("start"), message.body))
     return None
-
-
-def _create(declared: Declaration, **columns: Any) -> Run:
-    """Store the row of a run that waits for its first message."""
-    run = Run(
-        service=conf.get().SERVICE,
-        flow=declared.name,
-        version=declared.version,
-        state=declared.encode(declared.cls()),
-        **columns,
-    )
-    run.wait(WaitsFor.START, "start")
-    run.save(using=declared.using, force_insert=True)
-    return run
 
 
 def go_on(declared: Declaration, message: Message) -> None:
@@ -221,7 +207,7 @@ class Going:
     def __init__(self, declared: Declaration, run: Run, message: Message) -> None:
         self.declared, self.run, self._message = declared, run, message
         self._turn = run.turn
-        self._before = {name: getattr(run, name) for name in _WRITTEN}
+        self._before = dict(vars(run))
         self._hop = hop(message.conversation)
         if self._hop > MAX_HOPS:
             raise DecodeError(
@@ -506,14 +492,13 @@ class Going:
         if run.caller and wire.TICKET not in run.caller and here:
             # The caller is the `answer_to` of start(). The other flow's first step may
             # not accept it as a header.
-            _create(
-                other,
+            other.new_run(
                 run_id=asked.id,
                 caller=run.caller,
                 first_run=run.first_run,
                 baggage=_checked(self._flow.baggage),
                 correlation_id=run.correlation_id,
-            )
+            ).save(using=other.using, force_insert=True)
         self._forget_undos()
         run.end(Outcome.HANDED_OVER)
         run.asked, run.request_id = result.destination.name, asked.id
@@ -636,14 +621,6 @@ class Going:
         argument = Encoded(run.answer.encode(), run.answer_type)
         run.answer = run.answer_type = ""
         self.declared.continue_run(run, turn, argument, self._headers())
-
-
-#: The columns that a step writes, if they change.
-_WRITTEN = (
-    "version", "state", "step", "reads", "otherwise", "turn", "waits_for", "asked",
-    "request_id", "due_at", "resumed_at", "failing", "undos", "kept_undos", "answer",
-    "answer_type", "outcome", "caller", "hop", "baggage", "ended_at",
-)  # fmt: skip
 
 
 def _late(declared: Declaration, message: Message, run_id: uuid.UUID | None) -> None:

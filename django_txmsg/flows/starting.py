@@ -83,14 +83,7 @@ def start(
     using = declared.using
     insist_on_one_transaction(using, declared.name)
     caller = {} if answer_to is None else {wire.REPLY_TO: check_destination(answer_to)}
-    run = Run(
-        service=conf.get().SERVICE,
-        flow=declared.name,
-        key=check_key(key),
-        version=declared.version,
-        state=declared.encode(declared.cls()),
-        caller=caller,
-    )
+    run = declared.new_run(key=check_key(key), caller=caller)
     run.run_id, known = identify(
         declared,
         lambda: (declared.name, run.key, caller, encoded(declared.destination, body)),
@@ -98,7 +91,6 @@ def start(
     if known is not None:
         return known
     run.first_run = run.run_id
-    run.wait(WaitsFor.START, "start")
     open_runs = Run.objects.using(using).filter(
         service__in=conf.get().services, flow=run.flow, key=run.key, ended_at=None
     )
@@ -347,12 +339,8 @@ def batch(
     run_id, known = identify(declared, content, len(given) or 1)
     if known is not None:
         return Batch.objects.using(declared.using).get(run=known)
-    run = Run(
+    run = declared.new_run(
         run_id=run_id,
-        service=conf.get().SERVICE,
-        flow=declared.name,
-        version=declared.version,
-        state=declared.encode(Batches()),
         caller={wire.REPLY_TO: check_destination(str(then))},
         first_run=run_id,
         correlation_id=str(run_id),
