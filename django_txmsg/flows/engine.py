@@ -11,8 +11,8 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import uuid
-from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from django.db import transaction
@@ -21,14 +21,14 @@ from django.db.models.functions import Now
 from .. import codecs, conf, signals, wire
 from ..envelope.message import Message, carried, check_headers
 from ..errors import ConfigurationError, DecodeError, FlowError, InvalidMessage
-from ..models import FlowUndo, OutboxMessage, Run
+from ..models import OutboxMessage, Run
 from ..models.fields import clock
 from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address, hop
 from ..sending.outbox import Encoded, encoded
 from ..sending.typed_name import TypedName
 from ..sending.undoing import overtaken, undo_delays, was_done
-from . import joining
+from . import joining, undos
 from .declaration import Declaration, Step, declarations
 from .sending import SIGNAL, send_signal
 from .unread import Unread
@@ -42,7 +42,6 @@ from .values import (
     Gather,
     HandOver,
     Later,
-    Request,
     Sleep,
     TimedOut,
     Wait,
@@ -231,8 +230,7 @@ class Going:
         self._step = step.name
         arguments = () if step.takes_nothing else values
         result = step.call(self._flow, *arguments)
-        for destination, body in self._flow._undos:
-            self._keep_undos([self._undo(destination, body, None)])
+        undos.register(self.run, [undos.new(*one) for one in self._flow._undos])
         self._flow._undos.clear()
         made = self._flow._made
         if (made and made[-1] is not result) or len(made) > 1:
@@ -272,19 +270,20 @@ class Going:
                 value = Dead(CANCELLED)
             return self.apply(self.call(self.declared.step(run.otherwise), value))
         if run.waits_for == WaitsFor.ANSWER and ours is not Dead:
-            self._answered()
+            undos.note_answer(run, run.request_id)
         if step.takes_nothing:
             return self.apply(self.call(step))
         return self.apply(self.call(step, body.read(step.reader)))
 
     def undone(self) -> None:
         """Record that the current undo is confirmed, and begin the next older undo."""
-        undo = self._undoing()
+        unconfirmed = undos.unconfirmed(self.run)
+        undo = unconfirmed[0]
         if self._message.body.type == "txmsg.Dead" and not undo.cancels:
             # A dead undo is not confirmed, because it must still be done. But a flow
             # that was cancelled may end with this answer.
             return _late(self.declared, self._message, self.run.run_id)
-        self._open_undos().filter(number=undo.number).update(confirmed_at=Now())
+        unconfirmed.filter(pk=undo.pk).update(confirmed_at=Now())
         self._step = "undo"
         self._undo_next()
         self.store()
@@ -326,21 +325,16 @@ class Going:
         run, turn = self.run, uuid.uuid4()
         match result:
             case Ask():
-                asked = self._send(
-                    result.destination,
-                    result.body,
-                    turn,
-                    key=result.key,
-                    expires=result.within,
-                )
-                self._keep_undos(list(self._undos_of(result, asked.id)))
+                to, body, key = result.destination, result.body, result.key
+                asked = self._send(to, body, turn, key=key, expires=result.within)
+                undos.register(run, undos.of_request(run, result, asked.id))
                 run.wait(
                     WaitsFor.ANSWER,
                     result.then,
                     turn=turn,
                     otherwise=result.otherwise,
                     within=result.within,
-                    asked=result.destination.name,
+                    asked=to.name,
                     request_id=asked.id,
                 )
             case Gather():
@@ -375,7 +369,7 @@ class Going:
             case _:
                 self._keep_answer(result)
                 self._deliver()
-                self._forget_undos()
+                undos.forget(run)
                 run.end(Outcome.ANSWERED)
         self.store()
 
@@ -412,40 +406,19 @@ class Going:
             transaction.on_commit(ended, using=using)
 
     def _send(
-        self,
-        destination: Any,
-        body: Any,
-        turn: uuid.UUID,
-        undoes: str = "",
-        **more: Any,
+        self, to: Any, body: Any, turn: uuid.UUID, undoes: str = "", **more: Any
     ) -> Message:
         """Store a message whose answer continues this run."""
         given = {**self._headers(), wire.REPLY_TO: self.declared.steps_name}
         if undoes:
             given[wire.UNDOES] = undoes
-        return self.declared.continue_run(
-            self.run, turn, body, given, to=destination, **more
-        )
+        return self.declared.continue_run(self.run, turn, body, given, to=to, **more)
 
     def _headers(self) -> dict[str, str]:
         given = {wire.PROP + k: v for k, v in _checked(self._flow.baggage).items()}
         given[wire.FLOW] = str(self.run.first_run)
         given[wire.HOP] = str(self._hop + 1)
         return given
-
-    def _answered(self) -> None:
-        """Record that the run's request was executed. The answer to the request proves
-        this.
-
-        The request may have called another flow, and so started a run of that flow. The
-        undo of such a request cancels the called run. This undo is kept even after the
-        answer, because the called run may answer first and undo its own work later. If
-        the calling run fails later, it waits until the called run's undos are
-        confirmed.
-        """
-        if self.run.undos:
-            rows = self._open_undos().filter(request_id=self.run.request_id)
-            rows.update(answered=True)
 
     def _keep_answer(self, value: Any) -> None:
         destination: Any = self.declared.name
@@ -499,7 +472,7 @@ class Going:
                 baggage=_checked(self._flow.baggage),
                 correlation_id=run.correlation_id,
             ).save(using=other.using, force_insert=True)
-        self._forget_undos()
+        undos.forget(run)
         run.end(Outcome.HANDED_OVER)
         run.asked, run.request_id = result.destination.name, asked.id
 
@@ -511,8 +484,8 @@ class Going:
         self._undo_next()
 
     def _gather(self, result: Gather, turn: uuid.UUID) -> None:
-        at_once = result.at_once or 0
-        correlated = {wire.CORRELATION_ID: self.run.correlation_id}
+        run, at_once = self.run, result.at_once or 0
+        correlated = {wire.CORRELATION_ID: run.correlation_id}
         messages = [
             {
                 "destination": one.destination,
@@ -524,72 +497,17 @@ class Going:
             }
             for number, one in enumerate(result.requests)
         ]
-        _, ids = joining.store(
-            self.declared,
-            self.run,
-            turn,
-            messages,
-            self._headers(),
-            result.enough,
-            at_once,
-        )
-        undos = [
-            undo
-            for one, request_id in zip(result.requests, ids, strict=True)
-            for undo in self._undos_of(one, request_id)
-        ]
-        self._keep_undos(undos)
-
-    def _undos_of(
-        self, asked: Ask | Request[Any], request_id: uuid.UUID
-    ) -> Iterator[FlowUndo]:
-        if asked.undo is not None:
-            yield self._undo(asked.undo, asked.body, request_id)
-        if asked.of_flow:
-            name = asked.destination.name
-            why = Cancelled(f"by {self.declared.name}")
-            yield self._undo(name + wire.STEPS, why, request_id, cancels=True)
-
-    def _undo(
-        self,
-        destination: Any,
-        body: Any,
-        request_id: uuid.UUID | None,
-        *,
-        cancels: bool = False,
-    ) -> FlowUndo:
-        content, _, of = encoded(destination, body)
-        self.run.undos += 1
-        return FlowUndo(
-            run=self.run,
-            number=self.run.undos,
-            destination=str(destination),
-            body=content,
-            body_type=of,
-            request_id=request_id,
-            cancels=cancels,
-        )
-
-    def _keep_undos(self, undos: list[FlowUndo]) -> None:
-        rows = FlowUndo.objects.using(self.declared.using)
-        rows.bulk_create(undos, batch_size=joining.AT_ONCE)
-
-    def _open_undos(self) -> Any:
-        rows = FlowUndo.objects.using(self.declared.using)
-        kept = self.run.kept_undos or 0
-        return rows.filter(run=self.run, confirmed_at=None, number__gt=kept)
-
-    def _undoing(self) -> Any:
-        return self._open_undos().order_by("-number").first()
-
-    def _forget_undos(self) -> None:
-        if self.run.undos:
-            self._open_undos().delete()
+        declared, headers, enough = self.declared, self._headers(), result.enough
+        _, ids = joining.store(declared, run, turn, messages, headers, enough, at_once)
+        asked = zip(result.requests, ids, strict=True)
+        of_each = (undos.of_request(run, *one) for one in asked)
+        undos.register(run, chain.from_iterable(of_each))
 
     def _undo_next(self) -> None:
         """Send the newest undo that is not confirmed. If all undos are confirmed, end
         the run. But if the run goes back to a step, call this step instead."""
-        row = self._undoing() if self.run.undos else None
+        unconfirmed = undos.unconfirmed(self.run)
+        row = unconfirmed.first() if self.run.undos else None
         if row is None and self.run.kept_undos is not None:
             self._repeat()
             return
@@ -597,12 +515,9 @@ class Going:
             self._deliver()
             self.run.end(Outcome.FAILED)
             return
-        undoes = wire.OWN_WORK
-        if row.request_id is not None:
-            undoes = str(wire.Undone(row.request_id, row.created_at, row.answered))
         turn, self._hop = uuid.uuid4(), 0
-        body = Encoded(bytes(row.body), row.body_type)
-        one = self._open_undos().filter(pk=row.pk)
+        body, undoes = Encoded(bytes(row.body), row.body_type), undos.undoes(row)
+        one = unconfirmed.filter(pk=row.pk)
         delay = undo_delays(one, self.declared.using).get(row.request_id)
         sent = self._send(row.destination, body, turn, undoes, delay=delay)
         self.run.wait(

@@ -15,25 +15,20 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from django.db.models import QuerySet
-
 from .. import codecs, wire
 from ..envelope.message import Message
 from ..envelope.typed_body import BodyReader
 from ..errors import ConfigurationError, DecodeError
-from ..models import Batch, Branch, FlowUndo, Run
+from ..models import Batch, Branch, Run
 from ..sending.answering import hop
-from ..sending.outbox import Encoded, send_parts
+from ..sending.outbox import send_parts
 from ..sending.pending import reschedule_message
-from ..sending.undoing import undo_delays
+from . import undos
 from .declaration import Declaration, Step
+from .undos import AT_ONCE
 from .unread import Unread
 from .values import OURS, Answers, TimedOut
 
-#: Rows in one INSERT, and rows read at a time.
-AT_ONCE = 1000
-#: The longest time for which an undo waits until the flow that was asked is cancelled.
-MOST_HELD = dt.timedelta(days=7)
 #: The end of a branch's ticket: its number, and that of the request that its answer
 #: lets leave, if any. Or the undo that the answer to a cancel lets leave.
 _BRANCH = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?|u([0-9a-f]{32})")
@@ -161,9 +156,8 @@ def answered(
     )
     if request_id is None:
         return False
-    if run.undos and body.type != "txmsg.Dead":
-        undos = FlowUndo.objects.using(declared.using).filter(run=run)
-        undos.filter(request_id=request_id, confirmed_at=None).update(answered=True)
+    if body.type != "txmsg.Dead":
+        undos.note_answer(run, request_id)
     _let_leave(batch, found[2])
     if batch.may_have_ended():
         following = {wire.HOP: str(hop(message.conversation) + 1)}
@@ -209,53 +203,5 @@ def ended(
         return None
     batch.close()
     left = batch.rows().filter(left=True)
-    undos = FlowUndo.objects.using(using).filter(
-        run=run, confirmed_at=None, request_id__in=left.values("request_id")
-    )
-    if run.undos:
-        _undo_left(declared, run, undos, headers)
-        undos.delete()
+    undos.send_left(declared, run, left.values("request_id"), headers)
     return StoredAnswers(batch, None if step.takes_nothing else step.reader)
-
-
-def _undo_left(
-    declared: Declaration,
-    run: Run,
-    undos: QuerySet[FlowUndo],
-    headers: Mapping[str, str],
-) -> None:
-    """Send the undos of requests without an answer. If such a request is cancelled and
-    has an `undo=` too, the undo is held back until the answer to the cancel: else the
-    flow could run a step after the undo."""
-    using, broker = declared.using, declared.broker
-    assert run.turn is not None  # it waits
-    rows = list(undos.order_by("-number"))
-    cancels = [row for row in rows if row.cancels]
-    given = [row for row in rows if not row.cancels]
-    delays = undo_delays(undos, using)
-    delays |= {row.request_id: MOST_HELD for row in cancels}
-    parts = [_undo(row, run, headers, delays.get(row.request_id)) for row in given]
-    sent = send_parts(parts, using=using, broker=broker)
-    held = {row.request_id: one.id for row, one in zip(given, sent, strict=True)}
-    parts = []
-    for row in cancels:
-        back = {}
-        if row.request_id in held:
-            ticket = f"{wire.ticket(run.run_id, run.turn)}/u{held[row.request_id].hex}"
-            back = {wire.REPLY_TO: declared.steps_name, wire.TICKET: ticket}
-        parts.append(_undo(row, run, {**headers, **back}, None))
-    send_parts(parts, using=using, broker=broker)
-
-
-def _undo(
-    row: FlowUndo, run: Run, headers: Mapping[str, str], delay: dt.timedelta | None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    assert row.request_id is not None  # by the query
-    undone = wire.Undone(row.request_id, row.created_at, row.answered)
-    message = {
-        "destination": row.destination,
-        "body": Encoded(bytes(row.body), row.body_type),
-        "headers": {wire.CORRELATION_ID: run.correlation_id},
-        "delay": delay,
-    }
-    return message, {**headers, wire.UNDOES: str(undone)}

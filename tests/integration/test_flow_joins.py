@@ -52,7 +52,7 @@ from django_txmsg.flows import (
     step,
 )
 from django_txmsg.flows.batches import Batches
-from django_txmsg.flows.joining import MOST_HELD
+from django_txmsg.flows.undos import MOST_HELD
 from django_txmsg.models import (
     Batch,
     Branch,
