@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import wire
 from ..dead_letters import masking
-from ..flows.engine import BACK
+from ..flows.going import BACK
 from ..models import FlowStep, OutboxMessage, Run
 from . import display
 

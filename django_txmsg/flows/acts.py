@@ -24,7 +24,7 @@ from ..sending.outbox import Encoded
 from ..sending.undoing import IN_DOUBT, overtaken
 from . import sending
 from .declaration import Declaration, Step
-from .engine import Going
+from .going import Going
 from .values import Dead, deadline_id
 
 #: The reason that a flow gets if an operator answers its request as failed.

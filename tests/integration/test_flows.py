@@ -46,7 +46,7 @@ from django_txmsg.flows import (
     Next,
     TimedOut,
     cancel,
-    engine,
+    going,
     resume,
     signal,
     start,
@@ -1374,7 +1374,7 @@ class Circle(Flow[Pack, str], name="shop.circle", within=None):
 def test_steps_that_go_in_a_circle_end_as_a_dead_letter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "MAX_HOPS", 9)
+    monkeypatch.setattr(going, "MAX_HOPS", 9)
     with at_hand(Circle):
         with transaction.atomic():
             run = start(Circle, Pack("1"))
