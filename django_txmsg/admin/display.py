@@ -28,6 +28,7 @@ TONES = {
     "redelivering": "warn",
     "overdue": "bad",
     "needs newer code": "warn",
+    "waits for its rate": "wait",
     "blocked": "warn",
     "in flight": "busy",
     "running": "busy",

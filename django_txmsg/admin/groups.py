@@ -203,7 +203,8 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     letters: Any = DeadLetter.objects.using(using).defer("body")
     examples = letters.in_bulk([group["example"] for group in shown])
     for group in shown:
-        group["new"] = group["first"] > now - NEW
+        # A letter has the time of its last death: earlier ones are not known.
+        group["new"] = group["deaths"] == 1 and group["first"] > now - NEW
         note = group["note"] = notes.get(group["fingerprint"])
         # Even if more are open than the mute allows, so that a new note keeps it.
         group["has_mute"] = (

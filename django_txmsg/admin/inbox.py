@@ -56,15 +56,17 @@ def shown_state(row: InboxMessage) -> str:
             return "blocked"
         if row.needs_version is not None:
             return "needs newer code"
-        return "overdue" if getattr(row, "overdue", False) else "redelivering"
+        if getattr(row, "overdue", False):
+            return "overdue"
+        return "redelivering" if row.slot is None else "waits for its rate"
     if row.dead_at is not None and getattr(row, "discarded", False):
         return "discarded"
     return str(row.state.value)
 
 
 class InboxStateFilter(StateFilter):
-    """Filters by state: redelivering, blocked, overdue, newer (waits for newer code),
-    processed or dead."""
+    """Filters by state: redelivering (or waits for its rate), blocked, overdue, newer
+    (waits for newer code), processed or dead."""
 
     @staticmethod
     def conditions() -> dict[str, Q]:
@@ -106,7 +108,7 @@ class InboxAdmin(MessageAdmin):
     @admin.display(description="state")
     def state(self, row: InboxMessage) -> SafeString:
         """The row's state. A parked message is shown as redelivering, unless it is
-        blocked, overdue or waits for newer code."""
+        blocked, overdue or waits for newer code or for its stage's rate."""
         return display.badge(shown_state(row))
 
     @admin.display(description="stage")

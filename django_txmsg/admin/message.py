@@ -84,8 +84,7 @@ def flow(message_id: uuid.UUID, correlation_id: str, *, using: str) -> list[Node
             at = seen.created_at or seen.first_received_at
             node = Node(seen.message_id, seen.destination, at, "received")
             nodes[seen.message_id] = node
-        state = "redelivering" if seen.due_at else seen.state.value
-        node.stages.append((seen.stage, state))
+        node.stages.append((seen.stage, shown_state(seen)))
     if message_id in nodes:
         nodes[message_id].current = True
     return _in_order(nodes)

@@ -67,6 +67,14 @@ def test_a_new_error_is_marked_and_can_come_first(operator: Client) -> None:
     assert ">new<" in latest.content.decode()
 
 
+def test_an_error_is_not_new_when_a_message_dies_again(operator: Client) -> None:
+    factories.DeadLetterFactory(deaths=2)
+
+    page = operator.get(URL).content.decode()
+
+    assert (">failed again<" in page, ">new<" in page) == (True, False)
+
+
 def test_the_filter_by_error_says_which(operator: Client) -> None:
     for number in range(2):
         factories.DeadLetterFactory(

@@ -143,6 +143,20 @@ def test_the_inbox_is_filtered_by_state_and_stage(viewer: Client) -> None:
     assert "delivered 3 times" in viewer.get(INBOX).content.decode()
 
 
+def test_a_message_that_waits_for_its_rate_is_not_redelivering(viewer: Client) -> None:
+    row = factories.InboxMessageFactory(parked=True, slot=3, correlation_id="c")
+    factories.InboxMessageFactory(
+        parked=True, waits_for=row.message_id, correlation_id="c"
+    )
+
+    for url in (INBOX, f"/admin/django_txmsg/outboxmessage/{row.message_id}/"):
+        page = viewer.get(url).content.decode()
+        for state, shown in (
+            ("waits for its rate", True), ("blocked", True), ("redelivering", False),
+        ):  # fmt: skip
+            assert (f'">{state}</span>' in page) == shown, (url, state)
+
+
 def test_silent_workers_are_marked(viewer: Client) -> None:
     factories.WorkerFactory(host="here", service="warehouse")
     factories.WorkerFactory(host="gone", heartbeat_at=factories.ago(minutes=5))
