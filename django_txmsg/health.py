@@ -7,7 +7,8 @@ never contents.
 - `degraded`: a message has been due for 10 minutes, a database is read-only, a run of a
   flow is stuck at an undo, a stage has no consumer or receives nothing, or a message
   has waited for newer code for longer than a deployment takes.
-- `stuck`: a message has been due for 30 minutes, or a database in use does not answer.
+- `stuck`: a message has been due for 30 minutes, or a database in use, or the
+  embedded broker's, does not answer.
 
 By default only `stuck` gives a 503. The cause of `late` and `degraded` may be a
 deployment or an operator, so the process must stay in service.
@@ -136,12 +137,13 @@ def health(request: HttpRequest) -> JsonResponse:
 
 
 def look(*aliases: str) -> Health:
-    """Query these databases, or all databases in use, and return their health."""
+    """Query these databases, and return their health. By default, query all databases
+    in use, and the embedded broker's queues in other databases."""
     home = router.db_for_write(OutboxMessage)
-    now, newer = clock(home), list[dt.timedelta]()
+    now = clock(home)
     paused = StageState.objects.db_manager(router.db_for_write(StageState)).paused()
     present = attendance.read_living(router.db_for_write(Worker), now)
-    kinds = Counter(one.kind for one in present.living)
+    kinds, held = Counter(one.kind for one in present.living), held_queues(paused)
     found = Health(
         workers={kind: kinds[kind] for kind in ("relay", "consumer")},
         unattended=bool(present.unattended([one.name for one in all_stages()])),
@@ -149,14 +151,14 @@ def look(*aliases: str) -> Health:
         oldest=dict.fromkeys(PLACES, dt.timedelta()),
         ordered=dict.fromkeys(("waiting", "held_keys", "full_stages"), 0),
     )
-    for using in aliases or databases.with_tables():
+    in_use = aliases or databases.with_tables()
+    more = () if aliases else databases.with_only_queues()
+    for using in [*in_use, *more]:
         try:
-            oldest = _oldest(using, now, paused, presence.running_long(present))
-            lines = turns.lines(using, paused).values()
-            full = StageState.objects.using(using).exclude(full_since=None).count()
-            needing = waiting.for_newer_code(using).values()
-            ticks = schedule.late(using, now)
-            stuck = runs.stuck(using)
+            oldest = {"queue": _age(now, waiting.in_queues(using, held, most=0))}
+            if using in in_use:
+                oldest |= _oldest(using, now, paused, presence.running_long(present))
+                _count(found, using, now, paused)
             if databases.is_read_only(using, aliases):
                 found.read_only.append(using)
         except (DatabaseError, InterfaceError):
@@ -167,14 +169,24 @@ def look(*aliases: str) -> Health:
         found.databases[using] = max(oldest.values())
         for name, age in oldest.items():
             found.oldest[name] = max(age, found.oldest[name])
-        newer += [now - one.since for one in needing if one.since]
-        found.late_ticks += len(ticks)
-        found.stuck_undos += sum(stuck.values())
-        found.ordered["waiting"] += sum(line.count for line in lines)
-        found.ordered["held_keys"] += sum(line.held for line in lines)
-        found.ordered["full_stages"] += full
-    found.needs_newer_code = max(newer, default=None)
     return found
+
+
+def _count(
+    found: Health, using: str, now: dt.datetime, paused: Collection[str]
+) -> None:
+    """Add the further numbers of a database in use to `found`."""
+    lines = turns.lines(using, paused).values()
+    found.ordered["waiting"] += sum(line.count for line in lines)
+    found.ordered["held_keys"] += sum(line.held for line in lines)
+    full = StageState.objects.using(using).exclude(full_since=None).count()
+    found.ordered["full_stages"] += full
+    for one in waiting.for_newer_code(using).values():
+        if one.since:
+            longest = found.needs_newer_code or dt.timedelta()
+            found.needs_newer_code = max(now - one.since, longest)
+    found.late_ticks += len(schedule.late(using, now))
+    found.stuck_undos += sum(runs.stuck(using).values())
 
 
 def _oldest(
@@ -183,21 +195,20 @@ def _oldest(
     paused: Collection[str],
     running: Collection[tuple[str, uuid.UUID]],
 ) -> dict[str, dt.timedelta]:
-    """Return the age of the oldest due message in the outbox, the inbox, the queues and
-    the deadlines. Reads only the first row of each destination, stage or queue."""
+    """Return the age of the oldest due message in the outbox, the inbox and the
+    deadlines. Reads only the first row of each destination or stage."""
     rows = {
         "outbox": waiting.in_outbox(using, most=0),
         "redelivery": waiting.in_inbox(using, paused, running, most=0),
-        "queue": waiting.in_queues(using, held_queues(paused), most=0),
         "deadline": waiting.for_deadlines(using, most=0),
     }
-    return {
-        name: max(
-            (now - one.oldest_due for one in places if one.oldest_due),
-            default=dt.timedelta(),
-        )
-        for name, places in rows.items()
-    }
+    return {name: _age(now, places) for name, places in rows.items()}
+
+
+def _age(now: dt.datetime, places: Collection[waiting.Waiting]) -> dt.timedelta:
+    """Return the age of the oldest due message of these places."""
+    ages = (now - one.oldest_due for one in places if one.oldest_due)
+    return max(ages, default=dt.timedelta())
 
 
 def _seconds(age: dt.timedelta) -> float:

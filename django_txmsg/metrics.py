@@ -298,7 +298,7 @@ class Collector:
         for one in picture.outages:
             lasts = max((now - one.since).total_seconds(), 0.0)
             gauges.set("outage_seconds", lasts, kind=one.kind, name=one.name)
-        for alias in picture.databases:
+        for alias in [*picture.databases, *picture.with_only_queues]:
             away = int(alias in picture.unreadable)
             gauges.set("database_unreadable", away, database=alias)
         self._pipeline(gauges, now)

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from .. import conf, wire
 from .lengths import duration
-from .status import Place, Status, consumers_of_queues
+from .status import Place, Status, consumers_of_queues, labelled
 from .turns import at_least
 from .waiting import DEPLOYED, Waiting, capped, total
 
@@ -343,7 +343,7 @@ def _paused(status: Status) -> Iterator[Alarm]:
 
 def _abandoned(status: Status) -> Iterator[Alarm]:
     for one in [each for each in status.subscriptions if each.abandoned]:
-        waiting = status.queues.get(one.queue, Waiting())
+        waiting = status.queues.get(labelled(one.queue, one.database), Waiting())
         yield Alarm(
             f"No stage here has the subscription {one.subscriber} any more",
             f": it keeps a copy of each message to {one.topic}, "

@@ -43,6 +43,16 @@ def with_tables() -> list[str]:
     ]
 
 
+def with_only_queues(*brokers: str) -> list[str]:
+    """Return the databases that are not in use, except that embedded brokers keep their
+    queues there: these brokers, by default all. Other services may use their further
+    tables."""
+    found = map(find_broker, brokers or conf.get().BROKERS)
+    kept = {one.stored_in for one in found if one and one.kind == "database"}
+    known = with_tables()
+    return [one for one in connections if one in kept and one not in known]
+
+
 def left_out() -> list[str]:
     """Return the databases in which migrations create our tables, although no known
     part of the project uses these databases. They may still contain messages, because

@@ -144,10 +144,12 @@ class Status:
     now: dt.datetime
     databases: list[str]
     attendance: Attendance
+    with_only_queues: list[str] = field(default_factory=list)
+    """The further databases, in which only the embedded broker's tables are read."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """The databases in use that do not answer, each with the error."""
+    """The databases that do not answer, each with the error."""
     read_only: list[str] = field(default_factory=list)
-    """The databases in use that refuse writes."""
+    """The databases that refuse writes."""
     destinations: dict[str, Place] = field(default_factory=dict)
     services: dict[str, Waiting] = field(default_factory=dict)
     """The pending messages by the service that stored them; "" for an earlier
@@ -241,13 +243,16 @@ class Status:
 
 
 def read(*aliases: str) -> Status:
-    """Return the complete state of these databases, by default of all databases in use.
-    Reading takes about a dozen queries for each database. Workers and paused stages are
-    read only from the database to which Django routes their models."""
+    """Return the complete state of these databases, by default of all databases in use,
+    and of the embedded broker's queues in other databases. Reading takes about a dozen
+    queries for each database in use. Workers and paused stages are read only from the
+    database to which Django routes their models."""
     home = router.db_for_write(OutboxMessage)
     now = clock(home)
     present = attendance.read(router.db_for_write(Worker), now)
     status = Status(now, list(aliases) or databases.with_tables(), present)
+    if not aliases:
+        status.with_only_queues = databases.with_only_queues()
     paused = list(
         StageState.objects.db_manager(router.db_for_write(StageState)).exclude(
             paused_at=None
@@ -256,9 +261,11 @@ def read(*aliases: str) -> Status:
     for declared in all_stages():
         using = databases.of_stage(declared)
         _place(status.stages, declared.name, using or home)
-    for using in status.databases:
+    for using in [*status.databases, *status.with_only_queues]:
         try:
-            _read_database(status, using, {state.stage for state in paused})
+            if using in status.databases:
+                _read_database(status, using, {state.stage for state in paused})
+            _read_queues(status, using, {state.stage for state in paused})
             if databases.is_read_only(using, aliases):
                 status.read_only.append(using)
         except AnyDatabaseError as error:
@@ -280,7 +287,7 @@ def read(*aliases: str) -> Status:
 
 
 def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
-    """Add the state of one database to `status`."""
+    """Add the state of one database to `status`, except its queues."""
     for waiting in in_outbox(using):
         place = _place(status.destinations, waiting.name, using)
         place.waiting = total([place.waiting, waiting])
@@ -324,12 +331,16 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
         status.errors.append((using, one))
         place.dead += one.count
         place.oldest_dead = min(filter(None, (place.oldest_dead, one.first)))
-    for waiting in in_queues(using, held_queues(paused)):
-        status.queues[labelled(waiting.name, using)] = waiting
     for waiting in for_deadlines(using):
         status.deadlines[labelled(waiting.name, using)] = waiting
     status.runs += runs.read(using)
     status.late_ticks += schedule.late(using, status.now)
+
+
+def _read_queues(status: Status, using: str, paused: Collection[str]) -> None:
+    """Add the queues and subscriptions in one database to `status`."""
+    for waiting in in_queues(using, held_queues(paused)):
+        status.queues[labelled(waiting.name, using)] = waiting
     status.subscriptions += subscriptions.read(using, status.attendance.living)
 
 

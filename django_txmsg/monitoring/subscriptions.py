@@ -30,6 +30,7 @@ class Subscription:
     subscriber: str
     used: bool
     abandoned: bool
+    database: str
 
     @property
     def queue(self) -> str:
@@ -62,5 +63,5 @@ def read(using: str, living: Collection[Worker]) -> list[Subscription]:
             subscriber not in declared and subscriber in at_work
         )
         ours = subscriber.startswith(own)
-        found.append(Subscription(topic, subscriber, used, ours and not used))
+        found.append(Subscription(topic, subscriber, used, ours and not used, using))
     return found

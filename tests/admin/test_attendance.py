@@ -64,7 +64,7 @@ def test_status_without_live_processes_is_not_well(
     ("mode", "consequence", "code"),
     [("thread", "Messages are sent right after", 0), ("off", "No message is sent", 1)],
 )
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_without_a_relay_the_alarm_says_what_is_sent(
     mode: str, consequence: str, code: int
 ) -> None:

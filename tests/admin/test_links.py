@@ -30,7 +30,7 @@ from tests.trips import trips
 
 from . import shop
 
-pytestmark = pytest.mark.django_db
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 INDEX = "/admin/django_txmsg/"
 

@@ -52,7 +52,7 @@ def entry(message_id: uuid.UUID, **changed: object) -> dict[str, object]:
     }
 
 
-@pytest.mark.django_db(transaction=True)
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
 def test_a_running_handler_is_shown_until_it_ends(
     manage: Callable[..., ManageProcess],
 ) -> None:

@@ -86,7 +86,7 @@ def alerts(*kinds: str, **more: Any) -> override_settings:
     return txmsg(ALERTS={"KINDS": kinds, "AFTER": 0, **more})
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_each_error_is_raised_once_and_ended_once(receiver: Receiver) -> None:
     heard: list[str] = []
 
@@ -121,7 +121,7 @@ def test_each_error_is_raised_once_and_ended_once(receiver: Receiver) -> None:
     assert Alert.objects.filter(ended_at=None).count() == 1
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_what_lasts_for_a_moment_is_not_raised(receiver: Receiver) -> None:
     with alerts("dead", AFTER=60):
         loop = Alerting(["default"])
@@ -139,7 +139,7 @@ def test_what_lasts_for_a_moment_is_not_raised(receiver: Receiver) -> None:
     assert [call["status"] for call in receiver.calls] == ["firing"]
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_a_refused_alert_is_delivered_later_and_its_end_only_after_it(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +168,7 @@ def test_a_refused_alert_is_delivered_later_and_its_end_only_after_it(
     ]
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_a_new_alert_does_not_wait_for_receivers_that_refuse_many_old_ones(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +198,7 @@ def test_a_new_alert_does_not_wait_for_receivers_that_refuse_many_old_ones(
     assert called == [new[0], "second", new[1], "third", new[1]]
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_line_end_in_a_key_forges_no_log_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -227,7 +227,7 @@ class Refusing(BaseEmailBackend):
         raise LookupError("the provider refuses")
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_a_receiver_that_fails_keeps_neither_the_relay_nor_the_other_one(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +258,7 @@ def test_a_receiver_that_fails_keeps_neither_the_relay_nor_the_other_one(
         assert Alert.objects.get().delivered == "firing"
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_alert_is_mailed_and_called_later_if_no_thread_can_be_started(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +332,7 @@ def test_an_alert_contains_no_words_of_databases_brokers_and_operators(
     assert "s3cr3t" not in str([(one.subject, one.body) for one in mail.outbox])
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_an_alert_of_many_is_not_over_because_others_are_more() -> None:
     with alerts("dead"):
         loop = Alerting(["default"])
@@ -351,7 +351,7 @@ def test_an_alert_of_many_is_not_over_because_others_are_more() -> None:
         assert len(opened) == alerting.MOST_DEAD - 1
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_a_renamed_service_ends_its_alerts(receiver: Receiver) -> None:
     factories.DeadLetterFactory()
     with alerts("dead"):
@@ -367,7 +367,7 @@ def test_a_renamed_service_ends_its_alerts(receiver: Receiver) -> None:
     assert [call["status"] for call in receiver.calls] == ["firing", "resolved"]
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_calls_are_signed(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TXMSG_WEBHOOK_SECRET", "s3cr3t")
     with alerts("dead"):
@@ -380,7 +380,7 @@ def test_calls_are_signed(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -
     assert digest == hmac.new(b"s3cr3t", signed, hashlib.sha256).hexdigest()
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_an_alert_keeps_its_name_while_its_numbers_change() -> None:
     def names() -> set[str]:
         return set(alerting.wanted(alerting.status.read(), KINDS))
@@ -401,7 +401,7 @@ def test_an_alert_keeps_its_name_while_its_numbers_change() -> None:
     assert {kind for kind, *_ in alarms._FINDERS} == set(KINDS)
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_alarms_beyond_the_limit_of_a_kind_are_counted() -> None:
     for number in range(alarms.LINES + 2):
         factories.OutboxMessageFactory(
@@ -423,7 +423,7 @@ def test_an_unknown_kind_is_an_error_of_check() -> None:
     assert "newer-code" in (error.hint or "")
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_alerts_have_a_page_and_a_command(
     admin_client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -444,7 +444,7 @@ def test_alerts_have_a_page_and_a_command(
     assert "KINDS" not in output.err + page + again
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(databases=["default", "other"])
 def test_alerts_that_no_relay_watches_any_more_are_reported(
     admin_client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -145,7 +145,7 @@ def facts(picture: Status) -> dict[str, Any]:
 
     return {
         "at": now.isoformat(),
-        "databases": picture.databases,
+        "databases": [*picture.databases, *picture.with_only_queues],
         "unreadable": picture.unreadable,
         "read_only": picture.read_only,
         "well": alarms.well(picture),

@@ -1,0 +1,103 @@
+"""The embedded broker's queues are in a database that stores nothing else of this
+project."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import OperationalError, connections
+from django.test import Client
+
+from django_txmsg import health
+from django_txmsg.metrics import Collector
+from django_txmsg.models import QueueSubscription
+from django_txmsg.models.queue import queue_name
+from django_txmsg.monitoring import alarms, status
+from tests import factories
+from tests.running import txmsg
+
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
+
+APART = {"default": {"URL": "database://other?poll=0.01"}}
+
+
+def put(factory: Any, **columns: Any) -> None:
+    """Store a row in the database of the queues."""
+    factory.build(**columns).save(using="other")
+
+
+def reported() -> tuple[dict[str, Any], int]:
+    """Return the output of `message_status --json`, and its exit code."""
+    out, code = StringIO(), 0
+    try:
+        call_command("message_status", "--json", stdout=out)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    return json.loads(out.getvalue()), code
+
+
+def samples(name: str) -> dict[str, float]:
+    """Return the values of a metric by database."""
+    return {
+        sample.labels["database"]: sample.value
+        for family in Collector().collect()
+        for sample in family.samples
+        if sample.name == f"txmsg_{name}"
+    }
+
+
+def test_every_report_counts_the_queues_and_only_them(admin_client: Client) -> None:
+    for minutes in (5, 45):
+        put(
+            factories.QueueMessageFactory,
+            queue="mails.confirm",
+            available_at=factories.ago(minutes=minutes),
+        )
+    # The database may be another service's, which watches its own rows.
+    put(factories.OutboxMessageFactory, created_at=factories.ago(hours=1))
+    put(factories.DeadLetterFactory)
+
+    with txmsg(BROKERS=APART):
+        facts, code = reported()
+        found = health.look()
+        page = admin_client.get("/admin/django_txmsg/").content.decode()
+        waiting = samples("queue_waiting")
+
+    assert (facts["queued"]["overdue"], code) == (2, 1)
+    assert facts["queues"].keys() == {"mails.confirm in other"}
+    assert facts["databases"] == ["default", "other"]
+    assert (facts["outbox"]["count"], facts["dead"]["count"]) == (0, 0)
+    assert (found.state, found.oldest["outbox"].seconds) == ("stuck", 0)
+    assert found.databases["other"] == found.oldest["queue"]
+    assert "mails.confirm in other" in page
+    assert waiting == {"other": 2}
+
+
+def test_an_abandoned_subscription_is_reported_with_its_messages() -> None:
+    with txmsg(BROKERS=APART):
+        subscription = {"topic": "topic:paid", "subscriber": "tests.gone"}
+        QueueSubscription.objects.using("other").create(**subscription)
+        put(factories.QueueMessageFactory, queue=queue_name(*subscription.values()))
+        (alarm,) = [
+            one for one in alarms.of(status.read()) if "tests.gone" in one.about
+        ]
+
+    assert "1 so far" in str(alarm)
+
+
+def test_the_database_of_the_queues_does_not_answer() -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise OperationalError("refused")
+
+    with txmsg(BROKERS=APART), connections["other"].execute_wrapper(refuse):
+        facts, code = reported()
+        found = health.look()
+        unreadable = samples("database_unreadable")
+
+    assert (facts["unreadable"], code) == ({"other": "refused"}, 1)
+    assert (found.state, found.databases["other"]) == ("stuck", None)
+    assert unreadable == {"default": 0, "other": 1}
