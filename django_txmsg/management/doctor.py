@@ -37,7 +37,7 @@ from ..models.fields import clock
 from ..models.outbox import PENDING
 from ..monitoring import attendance
 from ..monitoring.alarms import listed
-from ..monitoring.databases import with_tables
+from ..monitoring.databases import with_only_queues, with_tables
 from ..relaying.listener import alias_of, receives_notifications
 from ..sending.outbox import send_message
 from ..stages import all_stages
@@ -111,7 +111,7 @@ def examine() -> Iterator[Examined]:
     if conf.problems():
         return
     reached = []
-    for alias in with_tables():
+    for alias in [*with_tables(), *with_only_queues()]:
         found = list(_database(alias))
         yield from found
         if not any(one.state == BAD for one in found):

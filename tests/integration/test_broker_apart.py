@@ -4,21 +4,22 @@ project."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from io import StringIO
 from typing import Any
 
 import pytest
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import OperationalError, connections
 from django.test import Client
 
 from django_txmsg import health
 from django_txmsg.metrics import Collector
-from django_txmsg.models import QueueSubscription
+from django_txmsg.models import OutboxMessage, QueueSubscription
 from django_txmsg.models.queue import queue_name
 from django_txmsg.monitoring import alarms, status
 from tests import factories
-from tests.running import txmsg
+from tests.running import committing, txmsg
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -101,3 +102,35 @@ def test_the_database_of_the_queues_does_not_answer() -> None:
     assert (facts["unreadable"], code) == ({"other": "refused"}, 1)
     assert (found.state, found.databases["other"]) == ("stuck", None)
     assert unreadable == {"default": 0, "other": 1}
+
+
+@pytest.fixture
+def without_a_table(transactional_db: None) -> Iterator[None]:
+    """Take a table away from the database of the queues."""
+    rename = "ALTER TABLE {} RENAME TO {}"
+    tables = [OutboxMessage._meta.db_table, "taken_away"]
+    with connections["other"].cursor() as cursor:
+        cursor.execute(rename.format(*tables))
+        yield
+        cursor.execute(rename.format(*reversed(tables)))
+
+
+@committing
+def test_a_forgotten_migration_is_reported(without_a_table: None) -> None:
+    out = StringIO()
+    with txmsg(BROKERS=APART):
+        with pytest.raises(SystemExit):
+            call_command("txmsg", "doctor", stdout=out)
+        for command in (["relay"], ["consume"], ["txmsg", "run"]):
+            with pytest.raises(CommandError, match="migrate --database other"):
+                call_command(*command)
+
+    assert "bad      writing to database 'other': no such table" in out.getvalue()
+
+
+@committing
+def test_a_relay_needs_the_tables_of_its_own_brokers_alone(
+    without_a_table: None,
+) -> None:
+    with txmsg(BROKERS={**APART, "near": {"URL": "database://"}}):
+        call_command("relay", "--once", "--broker", "near", verbosity=0)

@@ -26,7 +26,7 @@ from ...consuming.consumer import Consumer
 from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
 from ...monitoring.alerting import Alerting
-from ...monitoring.databases import with_tables
+from ...monitoring.databases import with_only_queues, with_tables
 from ...monitoring.retention import Pruner
 from ...relaying.relay import Relay
 from ...runtime.thread_group import ThreadGroup
@@ -254,7 +254,7 @@ class Command(BaseCommand):
         ):
             sys.exit(Reloader(self.stderr).run())
         databases, brokers = with_tables(), sorted(conf.get().BROKERS)
-        require_tables(*databases, waits=True)
+        require_tables(*databases, *with_only_queues(), waits=True)
         stages = all_stages()
         service = Service(databases, brokers, stages)
         supervise(options, self.stderr)

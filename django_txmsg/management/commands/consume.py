@@ -7,11 +7,10 @@ from typing import Any
 
 from django.core.management.base import CommandError
 from django.db import Error as AnyDatabaseError
-from django.db import router
 
 from ...consuming.consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
-from ...models import InboxMessage
+from ...monitoring.databases import with_only_queues, with_tables
 from ...stages import find
 from ..terminal import DatabaseCommand, require_positive, require_tables
 from ._process import say
@@ -47,7 +46,7 @@ class Command(DatabaseCommand):
             if limit is not None and not limit >= 0:
                 option = name.replace("_", "-")
                 raise CommandError(f"--{option} must be 0, for no limit, or more.")
-        require_tables(router.db_for_write(InboxMessage), waits=True)
+        require_tables(*with_tables(), *with_only_queues(), waits=True)
         stages = find(options["stages"])
         consumer = Consumer(stages, concurrency=options["concurrency"], **limits)
         supervise(options, self.stderr)

@@ -13,7 +13,7 @@ from ... import conf
 from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
 from ...monitoring.alerting import Alerting
-from ...monitoring.databases import left_out, with_tables
+from ...monitoring.databases import left_out, with_only_queues, with_tables
 from ...monitoring.periods import Charts
 from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time, ticked
@@ -54,7 +54,7 @@ class Command(BaseCommand):
         unknown = [name for name in brokers if name not in conf.get().BROKERS]
         if unknown:
             raise CommandError(f"No broker {unknown[0]!r} under TXMSG['BROKERS'].")
-        require_tables(*databases, waits=True)
+        require_tables(*databases, *with_only_queues(*brokers), waits=True)
         supervise(options, self.stderr)
         relay = Relay(databases, brokers, batch_size=options["batch_size"])
         time_loops = [Timekeeper(databases), Deadlines(databases)]
