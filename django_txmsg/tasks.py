@@ -8,6 +8,7 @@ docs/how-to/celery.md.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any
 
 from django.db import router
@@ -16,7 +17,7 @@ from . import conf
 from .errors import BrokerUnavailable, DestinationUnavailable
 from .flows.deadlines import Deadlines
 from .lazy_imports import needs
-from .models import OutboxMessage, Worker
+from .models import Worker
 from .monitoring import retention
 from .monitoring.databases import with_tables
 from .monitoring.presence import Presence
@@ -78,8 +79,7 @@ def prune_messages(
     *, batch_size: int = retention.BATCH_SIZE, database: str | None = None
 ) -> dict[str, int]:
     """Delete settled rows past TXMSG["RETENTION"], and return the counts by kind."""
-    using = database or router.db_for_write(OutboxMessage)
-    return {
-        kind.name: sum(retention.prune(kind, using, batch_size=batch_size))
-        for kind in retention.kinds()
-    }
+    counts = Counter[str]()
+    for kind, using in retention.places(database):
+        counts[kind.name] += sum(retention.prune(kind, using, batch_size=batch_size))
+    return dict(counts)

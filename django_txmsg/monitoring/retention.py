@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from django.db import models, transaction
+from django.db import models, router, transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet, Value
 from django.db.models.lookups import LessThan
 
@@ -43,6 +43,7 @@ from ..models.fields import Holds, OneOf, clock
 from ..rules import Rule, dead_letters, flows, inbox, outbox
 from ..runtime import liveness
 from ..scheduling.time_loop import TimeLoop
+from .databases import with_only_queues
 
 #: Days after which the row of a killed worker is deleted.
 SILENT_WORKERS = 1.0
@@ -126,6 +127,23 @@ def kinds() -> list[Kind]:
         Kind("stop requests", StopRequest, SILENT_WORKERS, _before("at")),
         Kind("silent workers", Worker, SILENT_WORKERS, _before("heartbeat_at")),
     ]
+
+
+def kinds_in(using: str) -> list[Kind]:
+    """Return the tables to prune in a database. Where only a broker's queues are used,
+    all other tables are left to the services that use them."""
+    alone = using in with_only_queues()
+    return [kind for kind in kinds() if kind.model is QueueMessage or not alone]
+
+
+def places(database: str | None) -> list[tuple[Kind, str]]:
+    """Return the tables to prune, each with its database: all tables of a given
+    database; otherwise those of the outbox's database, and the embedded brokers' queues
+    in databases of their own."""
+    if database:
+        return [(kind, database) for kind in kinds()]
+    aliases = [router.db_for_write(OutboxMessage), *with_only_queues()]
+    return [(kind, alias) for alias in aliases for kind in kinds_in(alias)]
 
 
 def prunable(kind: Kind) -> bool:
@@ -255,7 +273,7 @@ class Pruner(TimeLoop):
         return _about(FIRST)
 
     def _keep(self, using: str) -> float:
-        for kind in kinds():
+        for kind in kinds_in(using):
             deleted = 0
             for number in () if self._stop.is_set() else prune(kind, using):
                 deleted += number

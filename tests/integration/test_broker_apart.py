@@ -4,7 +4,7 @@ project."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import StringIO
 from typing import Any
 
@@ -13,11 +13,13 @@ from django.core.management import CommandError, call_command
 from django.db import OperationalError, connections
 from django.test import Client
 
-from django_txmsg import health
+from django_txmsg import health, tasks
+from django_txmsg.management.commands._run import Service
 from django_txmsg.metrics import Collector
-from django_txmsg.models import OutboxMessage, QueueSubscription
+from django_txmsg.models import OutboxMessage, QueueMessage, QueueSubscription
 from django_txmsg.models.queue import queue_name
-from django_txmsg.monitoring import alarms, status
+from django_txmsg.monitoring import alarms, databases, status
+from django_txmsg.monitoring.retention import Pruner
 from tests import factories
 from tests.running import committing, txmsg
 
@@ -102,6 +104,43 @@ def test_the_database_of_the_queues_does_not_answer() -> None:
     assert (facts["unreadable"], code) == ({"other": "refused"}, 1)
     assert (found.state, found.databases["other"]) == ("stuck", None)
     assert unreadable == {"default": 0, "other": 1}
+
+
+def pruned_by_run() -> None:
+    """Prune like `txmsg run`."""
+    loops = Service(databases.with_tables(), ["default"], [])._time_loops
+    (pruner,) = [one for one in loops if isinstance(one, Pruner)]
+    for using in pruner.using:
+        pruner._keep(using)
+
+
+@pytest.mark.parametrize(
+    "prune",
+    [
+        lambda: call_command("prune_messages", verbosity=0),
+        tasks.prune_messages,
+        pruned_by_run,
+    ],
+    ids=["command", "task", "run"],
+)
+def test_old_control_messages_are_pruned_and_nothing_else(
+    prune: Callable[[], object],
+) -> None:
+    put(
+        factories.OutboxMessageFactory,
+        dispatched=True,
+        created_at=factories.ago(days=99),
+    )
+    for queue in ("tests.txmsg.control", "mailing.txmsg.control"):
+        put(factories.QueueMessageFactory, queue=queue)
+    queued = QueueMessage.objects.using("other")
+    queued.update(enqueued_at=factories.ago(days=2))
+
+    with txmsg(BROKERS=APART):
+        prune()
+
+    assert [one.queue for one in queued.all()] == ["mailing.txmsg.control"]
+    assert OutboxMessage.objects.using("other").exists()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from tests.factories import ago
 from tests.faults import wait_until
 from tests.running import txmsg
 
-pytestmark = pytest.mark.django_db
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +305,7 @@ def test_another_database_is_pruned_by_name(transactional_db: None) -> None:
         prune("--database", "archive")
 
 
-@pytest.mark.django_db(transaction=True)
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
 @pytest.mark.postgresql
 @pytest.mark.parametrize("heard", [False, True])
 def test_a_message_redelivered_meanwhile_is_not_deleted(heard: bool) -> None:

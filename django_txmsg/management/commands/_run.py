@@ -207,7 +207,7 @@ class Service:
         self._group.add("txmsg-consumer", self._consume)
         self._time_loops = [
             Timekeeper(databases), Deadlines(databases), Alerting(databases),
-            Pruner(databases),
+            Pruner([*databases, *with_only_queues()]),
         ]  # fmt: skip
         for loop in self._time_loops:
             loop.add_to(self._group)

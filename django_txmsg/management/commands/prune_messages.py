@@ -8,7 +8,12 @@ from typing import Any
 from ... import conf
 from ...models import OutboxMessage
 from ...monitoring import retention
-from ..terminal import DatabaseCommand, chosen_database, require_positive
+from ..terminal import (
+    DatabaseCommand,
+    chosen_database,
+    require_positive,
+    require_tables,
+)
 
 
 class Command(DatabaseCommand):
@@ -29,21 +34,25 @@ class Command(DatabaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_positive(options, "batch_size")
-        using = chosen_database(options, OutboxMessage)
-        for kind in retention.kinds():
+        home = chosen_database(options, OutboxMessage)
+        for kind, using in retention.places(options["database"]):
+            name = kind.name
+            if using != home:
+                require_tables(using)
+                name += f" in database {using!r}"
             if not retention.prunable(kind):
-                self._say(options, f"{kind.name}: {self._why(kind)}.")
+                self._say(options, f"{name}: {self._why(kind)}.")
             elif options["dry_run"]:
                 number = retention.count(kind, using)
-                self.stdout.write(f"{kind.name}: {number} would be deleted.")
+                self.stdout.write(f"{name}: {number} would be deleted.")
             else:
                 number, size = 0, options["batch_size"]
                 for deleted in retention.prune(kind, using, batch_size=size):
                     number += deleted
-                    self._progress(kind, number)
+                    self._progress(name, number)
                 if self.stderr.isatty():
                     self.stderr.write("\r\x1b[K", ending="")
-                self._say(options, f"{kind.name}: {number} deleted.")
+                self._say(options, f"{name}: {number} deleted.")
 
     def _say(self, options: dict[str, Any], line: str) -> None:
         if options["verbosity"] > 0:
@@ -56,7 +65,7 @@ class Command(DatabaseCommand):
         where = lake.URI if lake else "no lake"
         return f"left to `manage.py pipeline archive`, which keeps them in {where}"
 
-    def _progress(self, kind: retention.Kind, deleted: int) -> None:
+    def _progress(self, name: str, deleted: int) -> None:
         if self.stderr.isatty():
-            self.stderr.write(f"\r{kind.name}: {deleted:,} deleted", ending="")
+            self.stderr.write(f"\r{name}: {deleted:,} deleted", ending="")
             self.stderr.flush()
