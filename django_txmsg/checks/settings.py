@@ -101,6 +101,9 @@ def _other_name() -> Iterator[CheckMessage]:
 def _ports() -> Iterator[CheckMessage]:
     for alias, entry in conf.get().BROKERS.items():
         scheme, _, rest = entry.get("URL", "").partition("://")
+        scheme = scheme.lower()
+        if scheme not in brokers.BY_SCHEME:
+            continue  # another check reports it, or it is a BACKEND's own
         hosts = rest.partition("/")[0].partition("?")[0].rpartition("@")[2]
         for port in re.findall(r":(\d+)(?:,|$)", hosts):
             protocol, url = PORTS.get(port, ("", ""))

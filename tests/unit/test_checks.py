@@ -524,6 +524,7 @@ def test_the_middleware_twice_is_a_warning_of_a_deployment() -> None:
         ("stomp://shop:secret@[::1]:61616", "stomp://HOST:61613"),
         ("stomp://shop:5672@localhost:61613", None),
         ("amqps://shop:secret@localhost:5672", None),
+        ("AMQP://shop:secret@localhost:5672", None),
         ("database://?lease=5672", None),
     ],
 )
@@ -536,6 +537,11 @@ def test_a_port_of_another_protocol_is_a_warning(url: str, right: str | None) ->
     else:
         assert only(found).id == "txmsg.W009"
         assert right in str(only(found).hint)
+
+
+def test_an_unknown_scheme_is_one_error_whatever_its_port() -> None:
+    with txmsg(BROKERS={"default": {"URL": "rabbitmq://shop:secret@localhost:5672"}}):
+        assert only(check()).id == "txmsg.E003"
 
 
 @pytest.mark.parametrize("name", ["TXMSGS", "DJANGO_TXMSG", "TX_MSG"])
