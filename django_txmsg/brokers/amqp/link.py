@@ -125,7 +125,7 @@ class Transport:
         may belong to another protocol. Otherwise return ""."""
         if self._has_read:
             return ""
-        return ". Is this its AMQP port (5672, with TLS 5671)?"
+        return ". Perhaps the port is not its AMQP port (5672, with TLS 5671)"
 
     def frames(self) -> Iterator[Frame]:
         """Yield the complete frames that were read. Each frame is removed from the
