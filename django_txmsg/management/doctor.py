@@ -41,6 +41,7 @@ from ..monitoring.databases import with_only_queues, with_tables
 from ..relaying.listener import alias_of, receives_notifications
 from ..sending.outbox import send_message
 from ..stages import all_stages
+from .terminal import SEARCHED
 
 GOOD, WARNING, BAD = "good", "warning", "bad"
 
@@ -330,7 +331,8 @@ def _workers(home: str) -> Iterator[Examined]:
     elif all_stages():
         yield Examined("stages", GOOD, "each has a worker")
     else:
-        yield Examined("stages", GOOD, "none is declared")
+        text = f"{SEARCHED} A project that only sends messages needs none."
+        yield Examined("stages", WARNING, "none is declared", text)
 
 
 def _one_line(error: BaseException) -> str:

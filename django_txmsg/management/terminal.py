@@ -24,6 +24,9 @@ from ..models import AuditEntry, BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
 from ..runtime import database_health
 
+#: What to tell users whose project has no stage.
+SEARCHED = "Stages are searched in each app's module named stages (APP/stages.py)."
+
 
 def printable(text: str) -> str:
     """Escape control characters as in Python, so that the text cannot move the cursor,

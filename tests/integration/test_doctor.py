@@ -121,6 +121,16 @@ def test_a_user_who_may_not_write_is_bad(rabbitmq_amqp: Any) -> None:
 
 
 @committing
+def test_without_stages_doctor_says_where_they_are_searched() -> None:
+    with txmsg():
+        code, examined = doctor()
+
+    (found,) = of(examined, "stages")
+    assert (code, found["state"], found["text"]) == (0, "warning", "none is declared")
+    assert "module named stages" in found["cure"]
+
+
+@committing
 def test_a_stage_without_a_worker_is_named_until_one_runs() -> None:
     def handler(message: Message) -> None: ...
 

@@ -32,7 +32,7 @@ from ...relaying.relay import Relay
 from ...runtime.thread_group import ThreadGroup
 from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
-from ..terminal import printable, require_tables
+from ..terminal import SEARCHED, printable, require_tables
 from . import _supervisor
 from ._process import heartbeat, say
 from ._supervisor import Slot, Supervisor
@@ -280,9 +280,7 @@ class Command(BaseCommand):
         names = ", ".join(stage.name for stage in stages)
         self._line(f"Running: {names or 'no stage'}.")
         if not stages:
-            self._line(
-                "Stages are searched in each app's module named stages (APP/stages.py)."
-            )
+            self._line(SEARCHED)
         self._line(
             f"Relaying from {', '.join(databases)} to {', '.join(brokers)}. Stop with "
             f"Ctrl-C."

@@ -12,7 +12,7 @@ from ...consuming.consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
 from ...monitoring.databases import with_only_queues, with_tables
 from ...stages import find
-from ..terminal import DatabaseCommand, require_positive, require_tables
+from ..terminal import SEARCHED, DatabaseCommand, require_positive, require_tables
 from ._process import say
 from ._workers import add_arguments, supervise, working
 
@@ -55,10 +55,7 @@ class Command(DatabaseCommand):
                 names = ", ".join(stage.name for stage in stages)
                 self.stderr.write(f"Consuming: {names or 'control messages only'}.")
                 if not stages:
-                    self.stderr.write(
-                        "No stage is declared. Stages are searched in each app's "
-                        "module named stages (APP/stages.py)."
-                    )
+                    self.stderr.write(f"No stage is declared. {SEARCHED}")
             try:
                 consumer.run(once=options["once"])
             except (
