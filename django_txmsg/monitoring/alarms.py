@@ -9,6 +9,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from .. import conf, wire
+from . import databases
 from .lengths import duration
 from .status import Place, Status, consumers_of_queues, labelled
 from .turns import at_least
@@ -342,13 +343,16 @@ def _paused(status: Status) -> Iterator[Alarm]:
 
 
 def _abandoned(status: Status) -> Iterator[Alarm]:
+    brokers = databases.brokers_by_database()
     for one in [each for each in status.subscriptions if each.abandoned]:
+        broker = brokers.get(one.database, "default")
+        named = f" --broker {broker}" * (broker != "default")
         waiting = status.queues.get(labelled(one.queue, one.database), Waiting())
         yield Alarm(
             f"No stage here has the subscription {one.subscriber} any more",
             f": it keeps a copy of each message to {one.topic}, "
             f"{capped(waiting.count)} so far. If the stage is gone for good: manage.py "
-            f"subscriptions remove {one.topic} {one.subscriber}.",
+            f"subscriptions remove {one.topic} {one.subscriber}{named}.",
             tone="warn", table="outboxmessage", query="#queues",
             about=f"{one.topic} {one.subscriber}",
         )  # fmt: skip

@@ -47,10 +47,21 @@ def with_only_queues(*brokers: str) -> list[str]:
     """Return the databases that are not in use, except that embedded brokers keep their
     queues there: these brokers, by default all. Other services may use their further
     tables."""
-    found = map(find_broker, brokers or conf.get().BROKERS)
-    kept = {one.stored_in for one in found if one and one.kind == "database"}
-    known = with_tables()
+    known, kept = with_tables(), brokers_by_database(*brokers)
     return [one for one in connections if one in kept and one not in known]
+
+
+def brokers_by_database(*brokers: str) -> dict[str, str]:
+    """Map each database in which embedded brokers keep their queues to the alias of one
+    of these brokers, of "default" if possible. By default, all brokers are searched."""
+    found: dict[str, str] = {}
+    for alias in sorted(
+        brokers or conf.get().BROKERS, key=lambda one: one != "default"
+    ):
+        one = find_broker(alias)
+        if one and one.kind == "database" and one.stored_in:
+            found.setdefault(one.stored_in, alias)
+    return found
 
 
 def left_out() -> list[str]:
