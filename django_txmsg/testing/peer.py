@@ -153,7 +153,7 @@ class Peer(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Queue raw bytes, which need not be a frame."""
-        if not self.closed:
+        if not (self.closed or self._draining):
             self._out.extend(self.broker.split.pieces(data))
             self.broker.loop.call(self._go_on)
 
