@@ -329,18 +329,15 @@ class BrokerState(Record):
     """The state of the scripted broker, without sockets. Use it only with the lock
     held."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        *,
-        users: Mapping[str, str] | None,
-        heart_beat: tuple[int, int] | None,
-        tls: ssl.SSLContext | None,
-    ) -> None:
-        """See ``ScriptedBroker``."""
+    # The arguments of ``ScriptedBroker``.
+    profile: Profile
+    users: Mapping[str, str] | None
+    heart_beat: tuple[int, int] | None
+    tls: ssl.SSLContext | None
+
+    def __init__(self) -> None:
+        """Start the loop, without connections."""
         super().__init__()
-        self.profile, self.users = profile, users
-        self.heart_beat, self.tls = heart_beat, tls
         self.loop = Loop(self.changed, self.failed)
         self.script = Script()
         self.store = Store()

@@ -52,12 +52,9 @@ class ScriptedBroker(BrokerState):
         accept while the broker is stalled. ``strict``: the end of the ``with`` block
         raises an error if a client has violated STOMP.
         """
-        super().__init__(
-            PROFILES[profile] if isinstance(profile, str) else profile,
-            users=users,
-            heart_beat=heart_beat,
-            tls=tls,
-        )
+        super().__init__()
+        self.profile = PROFILES[profile] if isinstance(profile, str) else profile
+        self.users, self.heart_beat, self.tls = users, heart_beat, tls
         self._strict = strict
         #: The connections that are open, in the order they were made.
         self.peers: list[Peer] = []
