@@ -36,7 +36,7 @@ from ..terminal import SEARCHED, printable, require_tables
 from . import _supervisor
 from ._process import heartbeat, say
 from ._supervisor import Slot, Supervisor
-from ._workers import add_arguments, supervise, working
+from ._workers import add_arguments, working
 
 #: Seconds that a child has to finish its messages.
 GRACE = 10.0
@@ -257,7 +257,6 @@ class Command(BaseCommand):
         require_tables(*databases, *with_only_queues(), waits=True)
         stages = all_stages()
         service = Service(databases, brokers, stages)
-        supervise(options, self.stderr)
         with ExitStack() as stack:
             stack.enter_context(working(service.stop, options, self.stderr))
             if options["verbosity"] > 0:

@@ -201,13 +201,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def supervise(options: Mapping[str, Any], stderr: Any) -> None:
+def _supervise(options: Mapping[str, Any], stderr: Any) -> None:
     """With `--processes`, run children, and exit when they have ended. In a child, or
     without the option, do nothing.
 
-    Check the command's other options before this call. Raises CommandError if
-    `--processes` or `--http` has a wrong value, or if `--processes` cannot be combined
-    with another option.
+    Raises CommandError if `--processes` or `--http` has a wrong value, or if
+    `--processes` cannot be combined with another option.
     """
     wanted = options["processes"]
     if wanted is None or _supervisor.is_child():
@@ -245,21 +244,19 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
 def working(
     stop: Callable[[], None], options: Mapping[str, Any], stderr: Any
 ) -> Iterator[None]:
-    """Limit the memory of the process. While the block runs, call `stop` on a signal,
-    and answer probes."""
+    """Limit the memory of the process. While the block runs, call `stop` on a signal.
+    Also answer liveness probes through the process's state file, and with `--http` by
+    HTTP. The parent of `--processes` answers HTTP for its children.
+
+    In that parent, run the children instead, and exit. So check the command's other
+    options before.
+    """
+    _supervise(options, stderr)
     return_memory()
     if not options.get("once"):
         stay_light()
-    with stop_on_signals(stop, stderr), probed(options, stderr):
-        yield
-
-
-@contextmanager
-def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
-    """While the block runs, answer liveness probes through the process's state file,
-    and with `--http` also by HTTP. The parent of `--processes` answers HTTP for its
-    children."""
     with ExitStack() as stack:
+        stack.enter_context(stop_on_signals(stop, stderr))
         stack.enter_context(_state_written(needed=_supervisor.is_child()))
         if options["http"] is not None:
             with suppress(ConfigurationError):  # without the extra: /metrics says so

@@ -14,7 +14,7 @@ from ...monitoring.databases import with_only_queues, with_tables
 from ...stages import find
 from ..terminal import SEARCHED, DatabaseCommand, require_positive, require_tables
 from ._process import say
-from ._workers import add_arguments, supervise, working
+from ._workers import add_arguments, working
 
 
 class Command(DatabaseCommand):
@@ -49,7 +49,6 @@ class Command(DatabaseCommand):
         require_tables(*with_tables(), *with_only_queues(), waits=True)
         stages = find(options["stages"])
         consumer = Consumer(stages, concurrency=options["concurrency"], **limits)
-        supervise(options, self.stderr)
         with working(consumer.stop, options, self.stderr):
             if options["verbosity"] > 0:
                 names = ", ".join(stage.name for stage in stages)

@@ -20,7 +20,7 @@ from ...scheduling.time_loop import keeping_time, ticked
 from ...scheduling.timekeeper import Timekeeper
 from ..terminal import require_positive, require_tables
 from ._process import heartbeat, say
-from ._workers import add_arguments, supervise, working
+from ._workers import add_arguments, working
 
 
 class Command(BaseCommand):
@@ -55,7 +55,6 @@ class Command(BaseCommand):
         if unknown:
             raise CommandError(f"No broker {unknown[0]!r} under TXMSG['BROKERS'].")
         require_tables(*databases, *with_only_queues(*brokers), waits=True)
-        supervise(options, self.stderr)
         relay = Relay(databases, brokers, batch_size=options["batch_size"])
         time_loops = [Timekeeper(databases), Deadlines(databases)]
         beating = heartbeat(relay, relay.stop)
