@@ -23,27 +23,8 @@ class VerbParser(CommandParser):
     """
 
     def __init__(self, *, parents: Any = (), **options: Any) -> None:
-        own = _Own().create_parser("manage.py", "txmsg", add_help=False)
+        own = BaseCommand().create_parser("manage.py", "txmsg", add_help=False)
+        for action in own._actions:
+            action.default = argparse.SUPPRESS  # it would override the value before
         options.setdefault("formatter_class", DjangoHelpFormatter)
         super().__init__(parents=[*parents, own], **options)
-
-
-class _Own(BaseCommand):
-    """A command that has only Django's own options, without default values."""
-
-    requires_system_checks = ()
-
-    def add_base_argument(
-        self, parser: CommandParser, *names: Any, **options: Any
-    ) -> None:
-        super().add_base_argument(
-            parser, *names, **{**options, "default": argparse.SUPPRESS}
-        )
-
-    def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument(
-            "--skip-checks",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help="Skip system checks.",
-        )
