@@ -21,6 +21,7 @@ with needs("django_txmsg.celery", "celery", "celery"):
     import celery
 
 from celery.contrib.django.task import DjangoTask
+from celery.exceptions import Ignore, Reject, Retry
 
 from .calling import call, refuse_another_broker, requires, stands_in, stores
 
@@ -130,9 +131,17 @@ class OnceTask(TransactionalTask):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.request.called_directly:
             return super().__call__(*args, **kwargs)
+        from .following import report_failure
         from .once import run_once
 
-        return run_once(self, args, kwargs)
+        try:
+            return run_once(self, args, kwargs)
+        except (Ignore, Reject, Retry):
+            raise
+        except Exception as error:
+            if not self.request.is_eager:
+                report_failure(self, error)
+            raise
 
     def retry(
         self,

@@ -182,16 +182,42 @@ def go_on(task: Any, result: Any) -> None:
     send(task, run.later)
     if request.chord:
         # Not within `run`: the chord counts as called once its body is handed over.
-        ignored = vars(request).get("ignore_result")  # the call's option comes first
-        if ignored is None:
-            ignored = task.ignore_result
+        kept = not _ignores_result(task)
         try:
-            task.backend.mark_as_done(request.id, result, request, not ignored)
+            task.backend.mark_as_done(request.id, result, request, kept)
         except HOPELESS:
             raise
         except Exception as error:
             raise _not_yet(task, error) from error
         request.chord = None  # reported once: some backends only count
+
+
+def report_failure(task: Any, failure: Exception) -> None:
+    """Report a failed task to its chord, or to the chord in which its chain ends.
+    Raises Reject if the result backend is unavailable.
+
+    Celery reports the failure only after that. If the backend were unavailable then,
+    Celery would acknowledge the task's message, and the chord would wait for ever.
+    """
+    request = task.request
+    options = [one.get("options") or {} for one in request.chain or ()]
+    if not (request.chord or any("chord" in one for one in options)):
+        return
+    kept = task.store_errors_even_if_ignored or not _ignores_result(task)
+    try:
+        task.backend.mark_as_failure(
+            request.id, failure, None, request, kept, call_errbacks=False
+        )
+    except HOPELESS:
+        return
+    except Exception as error:
+        raise _not_yet(task, error) from error
+    request.chord = request.chain = None  # reported once: some backends only count
+
+
+def _ignores_result(task: Any) -> bool:
+    ignored = vars(task.request).get("ignore_result")  # the call's option comes first
+    return bool(task.ignore_result if ignored is None else ignored)
 
 
 def identify_errbacks(request: Any) -> None:

@@ -66,6 +66,15 @@ def deliver(task: Any, *args: Any, task_id: str = "one", **request: Any) -> Any:
     return getattr(error, "exc", error)
 
 
+def receive(message: Any) -> Any:
+    """Run the task of a message as a worker does, and return its result or its
+    exception."""
+    args, _, embedded = message.decode()
+    request = {**message.headers, **embedded}
+    task = app.tasks[request.pop("task")]
+    return deliver(task, *args, task_id=request.pop("id"), **request)
+
+
 def effect(name: str) -> None:
     Effect.objects.create(name=name, message_id="1")
 
@@ -263,12 +272,6 @@ def test_an_unreachable_backend_loses_no_chord(
     tasks = [task.si(name).set(ignore_result=False) for name in ("one", "two")]
     chord(tasks, step.si("body")).apply_async()
 
-    def receive(message: Any) -> Any:
-        args, _, embedded = message.decode()
-        request = {**message.headers, **embedded}
-        del request["task"]
-        return deliver(task, *args, task_id=request.pop("id"), **request)
-
     first, last = sent()
     receive(first)
     with away():
@@ -280,6 +283,37 @@ def test_an_unreachable_backend_loses_no_chord(
     receive(last)
     assert effects() == ["one", "two"]
     assert [message.headers["task"] for message in sent()] == [step.name]
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_an_unreachable_backend_hides_no_failure_from_a_chord(
+    chained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend is away when the last task of the chord has failed. The chord fails
+    once the backend is there."""
+    monkeypatch.setattr("django_txmsg.celery.following.PAUSE", 0.0)
+    monkeypatch.setattr(app.conf, "result_backend", "cache+memory://")
+    forget_connections()
+    sent()
+
+    def fail() -> None:
+        raise KeyError
+
+    bad, good = once_task(fail).si(), once_task(effect).si("one")
+    if chained:
+        bad |= step.si("never")
+    result = chord([good, bad], step.si("body")).apply_async()
+    first, last = sent()
+    receive(first)
+    with away():
+        rejected = receive(last)
+    assert isinstance(rejected, Reject)
+    assert rejected.requeue
+    assert app.AsyncResult(result.id).state == "PENDING"
+
+    assert isinstance(receive(last), KeyError)
+    assert app.AsyncResult(result.id).state == "FAILURE"
+    assert not sent()
 
 
 def work_off() -> None:
