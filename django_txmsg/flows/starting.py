@@ -72,7 +72,7 @@ def start(
     Raises AlreadyRunning if a run of this `key` is open, TransactionRequired outside a
     transaction, and InvalidMessage for a body of another type. Raises FlowError in a
     stage whose `transaction` is not "outbox", except inside an outbox session. At
-    REPEATABLE READ or SERIALIZABLE, raises IntegrityError if the open run was committed
+    REPEATABLE READ or SERIALIZABLE, raises FlowError if the open run was committed
     after this transaction began: repeat the transaction.
     """
     if on_conflict not in ("error", "skip"):
@@ -106,12 +106,18 @@ def start(
                 run.correlation_id = message.correlation_id or str(message.id)
                 run.save(using=using, force_insert=True)
                 return run
-        except IntegrityError:
-            found = open_runs.first() if run.key else None
+        except IntegrityError as error:
+            if not run.key:
+                raise
+            found = open_runs.first()
             if found is not None:
                 break
-            if not again or not run.key:
-                raise  # else the run that was open has ended meanwhile
+            if not again:  # else the run that was open has ended meanwhile
+                raise FlowError(
+                    f"A run of {declared.name!r} with the key {key!r} was committed "
+                    f"after this transaction began, which cannot see it. Repeat the "
+                    f"transaction."
+                ) from error
     assert found is not None
     if on_conflict == "skip":
         return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from django.db import IntegrityError, connection, connections, transaction
+from django.db import connection, connections, transaction
 from django.db.models import F, Model
 
 from django_txmsg import (
@@ -300,7 +300,7 @@ def test_start_at_repeatable_read_cannot_see_a_run_of_a_later_transaction(
                 elsewhere.submit(placed_elsewhere).result(30)
             begin()
 
-    with pytest.raises(IntegrityError):
+    with pytest.raises(FlowError, match="Repeat the transaction"):
         begin_late()
     run = Run.objects.get()
     # The repeated transaction sees the run.
