@@ -14,7 +14,7 @@ from django.utils import timezone
 
 from .. import conf
 from ..models import AuditEntry
-from ..models.fields import clock, later_sql, later_value, query, read_instant
+from ..models.fields import clock, later_sql, query, read_instant
 from ..models.monitoring import Deed
 from ..monitoring import databases, dead
 from ..monitoring.lengths import duration
@@ -111,7 +111,7 @@ def _errors(using: str) -> Iterator[Change]:
         f" (SELECT {facts} FROM {table} o WHERE o.id = dated.id) FROM dated"
         f" WHERE created_at >= {later_sql(connection)}"
         " ORDER BY created_at DESC LIMIT %s",
-        [later_value(connection, -DAY.total_seconds()), MOST],
+        [-DAY.total_seconds(), MOST],
     )
     for at, found in rows:
         stage, destination, exception, reason, deaths, fingerprint = read_array(found)

@@ -55,11 +55,12 @@ def began_sql(connection: Any) -> str:
 
 
 def later_sql(connection: Any) -> str:
-    """Return an SQL expression that adds a parameter to the database's current time.
-    `later_value()` returns the value of this parameter."""
+    """Return an SQL expression that adds a parameter, a number of seconds, to the
+    database's current time."""
     if connection.vendor == "postgresql":
         return "clock_timestamp() + make_interval(secs => %s)"
-    return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', %s)"
+    shift = "printf('%%+.3f seconds', %s)"
+    return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', {shift})"
 
 
 class Later(models.Func):
@@ -73,7 +74,7 @@ class Later(models.Func):
         self.seconds = seconds
 
     def as_sql(self, compiler: Any, connection: Any, *_: Any, **context: Any) -> Any:
-        return later_sql(connection), [later_value(connection, self.seconds)]
+        return later_sql(connection), [self.seconds]
 
 
 #: Most characters of a message's key.
@@ -95,13 +96,6 @@ class MessageKey(models.Func):
         key = f"JSON_EXTRACT(%(expressions)s, '$.\"{wire.KEY}\"')"
         template = f"SUBSTR({key}, 1, {KEY_LENGTH})"
         return self.as_sql(compiler, connection, template=template, **context)
-
-
-def later_value(connection: Any, seconds: float) -> float | str:
-    """Return the parameter for `later_sql()`."""
-    if connection.vendor == "postgresql":
-        return seconds
-    return f"{seconds:+.3f} seconds"
 
 
 def skip_locked_sql(connection: Any) -> str:

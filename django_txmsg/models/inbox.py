@@ -31,10 +31,8 @@ from .fields import (
     began_sql,
     ids_sql,
     later_sql,
-    later_value,
     no_wait_sql,
     now_sql,
-    prepared,
     read_instant,
     read_uuid,
     skip_locked_sql,
@@ -182,7 +180,7 @@ class InboxManager(SqlManager):
         if isolation is None and own is not None:
             isolation = own.name.replace("_", " ")
         level = f" ISOLATION LEVEL {isolation}" if isolation else ""
-        come, values = turn_sql(self.model, connection, turn, dead_too=False)
+        come, values = turn_sql(connection, turn, dead_too=False)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"BEGIN; SET LOCAL synchronous_commit = off; {recording},"  # noqa: S608 - constants only
@@ -223,9 +221,8 @@ class InboxManager(SqlManager):
         """Return the record of a message whose arrival was recorded earlier, or None if
         the row was lost in a crash of the server. After a crash another message may
         have the primary key `pk`, so the stage and the message id must match too."""
-        value = prepared(self.model, "message_id", message_id, connections[self.db])
-        found = self._finding("id = %s AND stage = %s AND message_id = %s")
-        row = self._row(found, [pk, stage, value])
+        sql = self._finding("id = %s AND stage = %s AND message_id = %s")
+        row = self._row(sql, [pk, stage, message_id.hex])
         return None if row is None else read_record(row)
 
     def _finding(self, condition: str) -> str:
@@ -246,11 +243,11 @@ class InboxManager(SqlManager):
         for message in given.values():
             parameters += [
                 stage,
-                prepared(self.model, "message_id", message.id, connection),
+                message.id.hex,
                 message.destination,
                 message.correlation_id or "",
                 (message.service or "")[:255],
-                prepared(self.model, "created_at", message.created_at, connection),
+                connection.ops.adapt_datetimefield_value(message.created_at),
             ]
         again = "i.processed_at IS NOT NULL" if idempotent else "FALSE"
         runs = "i.dead_at IS NULL AND i.due_at IS NULL"
@@ -306,10 +303,12 @@ class InboxManager(SqlManager):
         its lease, `token`, has ended and another worker has claimed the message.
         """
         connection = connections[self.db]
-        held, fence = held_sql(self.model, connection, token)
-        line, place = (", key = %s", [key]) if slot is not None else ("", [])
+        held, fence = held_sql(token)
+        line, place = "", list[Any]()
+        if slot is not None:
+            line, place = ", key = %s", [key]
         if turn is not None:
-            after_at = prepared(self.model, "after_at", turn.after_at, connection)
+            after_at = connection.ops.adapt_datetimefield_value(turn.after_at)
             line, place = ", key = %s, after_at = %s", [turn.key, after_at]
         return bool(
             self._changed(
@@ -319,9 +318,9 @@ class InboxManager(SqlManager):
                 f" attempts = attempts - %s{line} WHERE id = %s"
                 f" AND {OPEN.sql()}{held}",
                 [
-                    later_value(connection, delay),
-                    prepared(self.model, "headers", dict(headers), connection),
-                    prepared(self.model, "body", body, connection),
+                    delay,
+                    json.dumps(dict(headers)),
+                    body,
                     error,
                     *(needs or ("", None)),
                     slot,
@@ -380,8 +379,8 @@ class InboxManager(SqlManager):
                 stage,
                 *versions,
                 *bounds(1),
-                later_value(connection, lease),
-                prepared(self.model, "lease_token", token, connection),
+                lease,
+                token.hex,
             ],
         )
         if row is None:
@@ -419,9 +418,9 @@ class InboxManager(SqlManager):
             f" WHERE id IN (SELECT id FROM {self._table} WHERE id = %s"
             f" AND lease_token = %s {skip_locked_sql(connection)})",
             [
-                later_value(connection, lease),
+                lease,
                 pk,
-                prepared(self.model, "lease_token", token, connection),
+                token.hex,
             ],
         )
 
@@ -437,7 +436,7 @@ class InboxManager(SqlManager):
         the worker keeps the message between two attempts. Returns the attempt's number,
         or 0 if another worker has claimed the message."""
         connection = connections[self.db]
-        held, fence = held_sql(self.model, connection, token)
+        held, fence = held_sql(token)
         row = self._row(
             f"UPDATE {self._table} SET attempts = attempts + 1,"  # noqa: S608 - constants only
             f" started_at = {now_sql(connection)} WHERE id = %s{held}"
@@ -471,17 +470,15 @@ class InboxManager(SqlManager):
         predecessor, or if another transaction has locked the message's key.
         """
         connection = connections[self.db]
-        condition, parameters = "due_at IS NULL", [pk]
-        if token is not None:
-            condition = "lease_token = %s"
-            parameters = [pk, prepared(self.model, "lease_token", token, connection)]
+        held, fence = held_sql(token)
+        condition = held or " AND due_at IS NULL"
         follows = turn is not None and turn.after_id is not None
         for dead_too in (False, True) if follows else (False,):
-            come, values = turn_sql(self.model, connection, turn, dead_too=dead_too)
+            come, values = turn_sql(connection, turn, dead_too=dead_too)
             if self._changed(
                 f"UPDATE {self._table} SET {_processed_sql(connection)}"  # noqa: S608 - constants only
-                f" WHERE id = %s AND {condition} AND {OPEN.sql()}{come}",
-                [*parameters, *values],
+                f" WHERE id = %s{condition} AND {OPEN.sql()}{come}",
+                [pk, *fence, *values],
             ):
                 return True
         return False
@@ -514,12 +511,11 @@ class InboxManager(SqlManager):
         now = now_sql(connection)
         pg = connection.vendor == "postgresql"
         merged = "headers || %s::jsonb" if pg else "json_patch(headers, %s)"
-        the_id = prepared(self.model, "message_id", message_id, connection)
         if self._changed(
             f"UPDATE {self._table} SET revoked_at = {now}, last_error = %s,"  # noqa: S608 - constants only
             f" headers = {merged}, lease_until = NULL, lease_token = NULL"
             f" WHERE message_id = %s AND stage = %s AND {(_IN_ORDER & OPEN).sql()}",
-            [REVOKED, json.dumps(_EXPIRED), the_id, stage],
+            [REVOKED, json.dumps(_EXPIRED), message_id.hex, stage],
         ):
             return True
         # A processed one keeps its values.
@@ -538,7 +534,7 @@ class InboxManager(SqlManager):
                 {_EMPTIED}
             RETURNING processed_at
             """,  # noqa: S608 - constants only
-            [stage, the_id, destination, REVOKED],
+            [stage, message_id.hex, destination, REVOKED],
         )
         if processed is None:
             self.model.order.db_manager(self.db).wake(stage, [message_id])

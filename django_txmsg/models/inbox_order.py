@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import json
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from django.db import connections, models, transaction
+from django.db import connections, transaction
 
 from ..rules.inbox import BLOCKED, OPEN
 from .fields import (
@@ -34,11 +35,9 @@ from .fields import (
     began_sql,
     ids_sql,
     later_sql,
-    later_value,
     limit_waits,
     no_wait_sql,
     now_sql,
-    prepared,
     read_uuid,
     skip_locked_sql,
 )
@@ -138,11 +137,7 @@ def never_sql(connection: Any) -> str:
 
 
 def turn_sql(
-    model: type[models.Model],
-    connection: Any,
-    turn: Turn | None,
-    *,
-    dead_too: bool = True,
+    connection: Any, turn: Turn | None, *, dead_too: bool = True
 ) -> tuple[str, list[Any]]:
     """Return a condition, with its parameters, for the statement that takes a message:
     the message's predecessor has released it, and no other transaction has locked the
@@ -163,8 +158,7 @@ def turn_sql(
             else f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = %s"  # noqa: S608 - constants only
             " AND p.stage = %s AND p.processed_at IS NOT NULL)"
         )
-        before = prepared(model, "message_id", turn.after_id, connection)
-        parameters += [before, turn.stage]
+        parameters += [turn.after_id.hex, turn.stage]
     if connection.vendor == "postgresql":
         # SQLite has one writer at a time: a transaction that has taken a message is
         # alone.
@@ -209,16 +203,11 @@ _REPLACED = f"""
 """  # noqa: S608 - constants only
 
 
-def held_sql(
-    model: type[models.Model], connection: Any, token: uuid.UUID | None
-) -> tuple[str, list[Any]]:
+def held_sql(token: uuid.UUID | None) -> tuple[str, list[Any]]:
     """Return an SQL condition and its parameters. The condition is true if a parked
     message is still claimed under `token`. It is empty for a message from the broker,
     which has no token."""
-    if token is None:
-        return "", []
-    held = prepared(model, "lease_token", token, connection)
-    return " AND lease_token = %s", [held]
+    return ("", []) if token is None else (" AND lease_token = %s", [token.hex])
 
 
 class OrderManager(SqlManager):
@@ -288,7 +277,7 @@ class OrderManager(SqlManager):
         may commit, and the second statement must see their changes.
         """
         connection = connections[self.db]
-        held, fence = held_sql(self.model, connection, token)
+        held, fence = held_sql(token)
         condition = held or " AND due_at IS NULL"
         waits_for = None if aside else turn.after_id
         # In the form in which it is compared: drivers parse SQLite's text into
@@ -305,12 +294,12 @@ class OrderManager(SqlManager):
             " attempts = attempts - %s"
             f" WHERE id = %s AND {OPEN.sql()}{condition} RETURNING {due}",
             [
-                later_value(connection, FIRST_PAUSE),
-                prepared(self.model, "waits_for", waits_for, connection),
+                FIRST_PAUSE,
+                waits_for and waits_for.hex,
                 turn.key,
-                prepared(self.model, "after_at", turn.after_at, connection),
-                prepared(self.model, "headers", dict(headers), connection),
-                prepared(self.model, "body", body, connection),
+                connection.ops.adapt_datetimefield_value(turn.after_at),
+                json.dumps(dict(headers)),
+                body,
                 uncounted,
                 pk,
                 *fence,
@@ -425,7 +414,7 @@ class OrderManager(SqlManager):
                 {skip_locked_sql(connection) and "FOR UPDATE OF i SKIP LOCKED"})
             RETURNING id
             """,  # noqa: S608 - constants only
-            [stage, prepared(self.model, "due_at", until, connection)],
+            [stage, connection.ops.adapt_datetimefield_value(until)],
         )
         return len(rows)
 
@@ -444,7 +433,7 @@ class OrderManager(SqlManager):
         released messages."""
         connection, table = connections[self.db], self._table
         held = "e.dead_at IS NULL"
-        lost, parameters = "", [stage, later_value(connection, -patience)]
+        lost, parameters = "", [stage, -patience]
         if not skips:
             held = (
                 f"({held} OR NOT {passed_sql('e.message_id', 'e.stage', skips=False)})"
@@ -453,10 +442,10 @@ class OrderManager(SqlManager):
                 " AND (c.after_at < (SELECT s.ordered_since"
                 " FROM django_txmsg_stagestate s WHERE s.stage = c.stage)"
             )
-            parameters[1] = later_value(connection, -min(patience, ON_ITS_WAY))
+            parameters[1] = -min(patience, ON_ITS_WAY)
             if retention is not None:
                 lost += f" OR c.after_at < {later_sql(connection)}"
-                parameters.append(later_value(connection, -retention.total_seconds()))
+                parameters.append(-retention.total_seconds())
             lost += ")"
         return self._changed(
             f"""

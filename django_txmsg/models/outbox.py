@@ -21,7 +21,7 @@ from django.db.models.lookups import IsNull
 from .. import conf
 from ..rules import LEASED, NOT_LEASED, inbox
 from ..rules import outbox as rules
-from .fields import SqlManager, ids_sql, later_sql, later_value, now_sql, prepared
+from .fields import SqlManager, ids_sql, later_sql, now_sql
 from .inbox import InboxMessage
 from .outbox_claim import ClaimingManager
 from .outbox_store import StoringManager
@@ -74,10 +74,10 @@ class PendingManager(SqlManager):
         """Make rows due at the time `at`, or in `delay` seconds."""
         connection: Any = connections[self.db]
         if at is not None:
-            value = prepared(self.model, "due_at", at, connection)
+            value = connection.ops.adapt_datetimefield_value(at)
             return self._change([message_id], "due_at = %s", [value])
-        value = later_value(connection, delay or 0.0)
-        return self._change([message_id], f"due_at = {later_sql(connection)}", [value])
+        later = f"due_at = {later_sql(connection)}"
+        return self._change([message_id], later, [delay or 0.0])
 
     def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
         """Clear the unique key of each row that has one of these `keys` and no longer
@@ -108,11 +108,11 @@ class PendingManager(SqlManager):
         caused = ""
         if cause is not None:
             caused = " OR (o.unique_until_processed AND o.message_id = %s)"
-            values = [*values, prepared(self.model, "message_id", cause, connection)]
+            values = [*values, cause.hex]
         days, forgotten = conf.get().RETENTION.INBOX, ""
         if days is not None:
             forgotten = f" OR (dispatched_at < {later_sql(connection)} AND NOT {still})"
-            values = [*values, later_value(connection, -86_400 * days)]
+            values = [*values, -86_400 * days]
         self._changed(
             f"UPDATE {table} AS o SET unique_key = NULL WHERE {having}"  # noqa: S608 - constants only
             f" AND dead_at IS NULL AND ({ended}"
@@ -146,7 +146,7 @@ class PendingManager(SqlManager):
                 value, sooner, seconds = "NULL", "IS NOT NULL", list[Any]()
                 if expiry is not None:
                     value, sooner = later, f"< {later}"
-                    seconds = [later_value(connection, expiry)]
+                    seconds = [expiry]
                 cursor.execute(
                     f"UPDATE {table} SET expires_at = {value}"  # noqa: S608 - constants only
                     f" WHERE {pending.format(some_have)} AND expires_at {sooner}",

@@ -26,10 +26,8 @@ from .fields import (
     ids_sql,
     instant_text_sql,
     later_sql,
-    later_value,
     no_wait_sql,
     now_sql,
-    prepared,
     read_instant,
     text_sql,
 )
@@ -114,9 +112,7 @@ class ClaimingManager(SqlManager):
             parameters += values
         if session_id is not None:
             narrow += " AND c.session_id = %s"
-            parameters.append(
-                prepared(self.model, "session_id", session_id, connection)
-            )
+            parameters.append(session_id.hex)
         if floor is not None:
             narrow += " AND c.due_at >= %s"
             parameters.append(floor)
@@ -169,8 +165,8 @@ class ClaimingManager(SqlManager):
         )
         parameters += [
             *bounds(limit, max_bytes, alone=UNLIMITED if larger else 0),
-            later_value(connection, lease),
-            prepared(self.model, "lease_token", token, connection),
+            lease,
+            token.hex,
             *stored_by,
         ]
         return sorted(map(_claimed, self._rows(sql, parameters)), key=_by_id)
@@ -223,13 +219,12 @@ class ClaimingManager(SqlManager):
         else:
             with_link = f"json_set(o.headers, '$.\"{name}\"', g.after)"
         pending = PENDING_OTHERWISE.sql("o")
-        fence = prepared(self.model, "lease_token", token, connection)
         return self._changed(
             f"UPDATE {table} AS o SET linked_at = {now_sql(connection)},"  # noqa: S608 - constants only
             f" headers = CASE WHEN g.after IS NULL THEN o.headers ELSE {with_link}"
             f" END FROM {source} WHERE o.id = g.id AND o.lease_token = %s"
             f" AND o.linked_at IS NULL AND {pending}",
-            [json.dumps(given), fence],
+            [json.dumps(given), token.hex],
         )
 
     def mark_dispatched(self, ids: list[int], token: uuid.UUID) -> int:
@@ -250,29 +245,24 @@ class ClaimingManager(SqlManager):
         if error:
             free, values = f"{free}, last_error = %s", [error]
         if delay:
-            connection = connections[self.db]
-            free += f", due_at = {later_sql(connection)}"
-            values.append(later_value(connection, delay))
+            free += f", due_at = {later_sql(connections[self.db])}"
+            values.append(delay)
         return self._leased(ids, token, free, values)
 
     def extend(self, ids: list[int], token: uuid.UUID, lease: float) -> int:
         """Extend the lease of rows to `lease` seconds from now. Returns the number of
         rows that still belonged to this lease."""
-        connection = connections[self.db]
-        value = later_value(connection, lease)
-        return self._leased(
-            ids, token, f"lease_until = {later_sql(connection)}", [value]
-        )
+        later = later_sql(connections[self.db])
+        return self._leased(ids, token, f"lease_until = {later}", [lease])
 
     def reschedule(self, pk: int, token: uuid.UUID, *, delay: float, error: str) -> int:
         """Count a failed dispatch and make the row due again in `delay` seconds."""
-        connection = connections[self.db]
         return self._leased(
             [pk],
             token,
             "attempts = attempts + 1, lease_until = NULL, lease_token = NULL,"
-            f" last_error = %s, due_at = {later_sql(connection)}",
-            [error, later_value(connection, delay)],
+            f" last_error = %s, due_at = {later_sql(connections[self.db])}",
+            [error, delay],
         )
 
     def mark_dead(
@@ -306,11 +296,10 @@ class ClaimingManager(SqlManager):
         no_wait, waits_not = no_wait_sql(connection)
         with_no_wait = no_wait and f"WITH {no_wait}"
         pending = PENDING_OTHERWISE.sql()
-        fence = prepared(self.model, "lease_token", token, connection)
         return self._changed(
             f"{with_no_wait} UPDATE {table} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
             f" AND lease_token = %s AND {pending} AND {waits_not}",
-            [*values, *id_values, fence],
+            [*values, *id_values, token.hex],
         )
 
 

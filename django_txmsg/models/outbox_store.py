@@ -22,7 +22,6 @@ from .fields import (
     SqlManager,
     ids_sql,
     later_sql,
-    later_value,
     now_sql,
     read_instant,
     read_uuid,
@@ -227,7 +226,6 @@ _COPIED_TYPES = (
 def _values(
     connection: Any, rows: Sequence[NewMessage], unique: bool
 ) -> tuple[str, list[Any]]:
-    native = connection.vendor == "postgresql"
     now, later = now_sql(connection), later_sql(connection)
     values: list[str] = []
     parameters: list[Any] = []
@@ -237,19 +235,18 @@ def _values(
             if not value and column.empty is not None:
                 places.append(column.empty)
                 continue
-            place = "%s"
             if column.type == "jsonb":
-                value, place = json.dumps(value), "%s::jsonb" if native else "%s"
-            elif column.type == "uuid" and not native:
+                value = json.dumps(value)
+            elif column.type == "uuid":
                 value = value.hex
-            places.append(place)
+            places.append("%s")
             parameters.append(value)
         places += ["0, ''", now, later if row.delay else now]
         if row.delay:
-            parameters.append(later_value(connection, row.delay))
+            parameters.append(row.delay)
         places.append("NULL" if row.expiry is None else later)
         if row.expiry is not None:
-            parameters.append(later_value(connection, row.expiry))
+            parameters.append(row.expiry)
         if unique:
             places.append("%s, %s")
             parameters += [row.unique or None, row.unique_until == "processed"]

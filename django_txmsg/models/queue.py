@@ -14,16 +14,7 @@ from django.db.models.functions import Now
 
 from . import claiming
 from .claiming import UNLIMITED, Room, bounds, claim_sql
-from .fields import (
-    Later,
-    SqlManager,
-    began_sql,
-    ids_sql,
-    later_sql,
-    later_value,
-    now_sql,
-    prepared,
-)
+from .fields import Later, SqlManager, began_sql, ids_sql, later_sql, now_sql
 
 #: Messages of a removed subscription deleted in one transaction.
 REMOVED_TOGETHER = 1000
@@ -83,8 +74,8 @@ class QueueManager(SqlManager):
                 queue,
                 *(() if room.complete else (room.largest,)),
                 *bounds(limit, room.total, alone=room.alone),
-                later_value(connection, lease),
-                prepared(self.model, "lease_token", token, connection),
+                lease,
+                token.hex,
             ],
         )
         rows = sorted(rows, key=lambda row: (-row[4], row[0]))
@@ -130,22 +121,15 @@ class QueueManager(SqlManager):
 
     def extend(self, ids: Sequence[int], token: uuid.UUID, lease: float) -> None:
         """Extend the lease of messages to `lease` seconds from now."""
-        connection = connections[self.db]
-        self._change(
-            f"UPDATE {_TABLE} SET available_at = {later_sql(connection)}",  # noqa: S608 - constants only
-            ids,
-            token,
-            later_value(connection, lease),
-        )
+        later = later_sql(connections[self.db])
+        sql = f"UPDATE {_TABLE} SET available_at = {later}"  # noqa: S608 - constants only
+        self._change(sql, ids, token, lease)
 
     def release(self, ids: Sequence[int], token: uuid.UUID) -> None:
         """Release messages, which are then due immediately."""
         now = now_sql(connections[self.db])
-        self._change(
-            f"UPDATE {_TABLE} SET available_at = {now}, lease_token = NULL",  # noqa: S608 - constants only
-            ids,
-            token,
-        )
+        sql = f"UPDATE {_TABLE} SET available_at = {now}, lease_token = NULL"  # noqa: S608 - constants only
+        self._change(sql, ids, token)
 
     def remove(self, ids: Sequence[int], token: uuid.UUID) -> int:
         """Delete acknowledged messages. Returns the number of messages that still
@@ -155,12 +139,10 @@ class QueueManager(SqlManager):
     def _change(
         self, statement: str, ids: Sequence[int], token: uuid.UUID, *values: Any
     ) -> int:
-        connection = connections[self.db]
-        condition, id_values = ids_sql(connection, "id", list(ids))
-        fence = prepared(self.model, "lease_token", token, connection)
+        condition, id_values = ids_sql(connections[self.db], "id", ids)
         return self._changed(
             f"{statement} WHERE {condition} AND lease_token = %s",
-            [*values, *id_values, fence],
+            [*values, *id_values, token.hex],
         )
 
 

@@ -23,7 +23,6 @@ from .fields import (
     SqlManager,
     began_sql,
     later_sql,
-    later_value,
     prepared,
     read_instant,
     read_uuid,
@@ -86,7 +85,7 @@ class RunManager(SqlManager):
         row = self._row(
             f"SELECT {', '.join(columns)} FROM {self._table}"  # noqa: S608 - constants only
             f" WHERE {condition}{lock}",
-            [prepared(self.model, "run_id", one, connection) for one in values],
+            [one.hex for one in values],
         )
         if row is None:
             return None
@@ -116,11 +115,11 @@ class RunManager(SqlManager):
                 places.append(f"{name} = {began_sql(connection)}")
             elif isinstance(value, Later):
                 places.append(f"{name} = {later_sql(connection)}")
-                given.append(later_value(connection, value.seconds))
+                given.append(value.seconds)
             else:
                 places.append(f"{name} = %s")
                 given.append(prepared(self.model, name, value, connection))
-        given += [run.pk, prepared(self.model, "turn", turn, connection)]
+        given += [run.pk, turn and turn.hex]
         update = f"UPDATE {table} SET {', '.join(places)} WHERE id = %s AND turn = %s"  # noqa: S608 - constants only
         history = self.model._meta.get_field("steps").related_model._meta
         copied = "id, version, state, undos"
@@ -133,7 +132,7 @@ class RunManager(SqlManager):
                 cursor.execute(update, given)
                 return bool(cursor.rowcount)
             name, message_id, then = step
-            row = [name, prepared(self.model, "run_id", message_id, connection), then]
+            row = [name, message_id.hex, then]
             if connection.vendor == "postgresql":
                 cursor.execute(
                     f"WITH moved AS ({update} RETURNING {copied}) {insert} moved",

@@ -6,13 +6,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from django.db import connections, models
+from django.db import models
 from django.db.models.functions import Now
 
-from .fields import SqlManager, now_sql, prepared
 
-
-class TaskRunManager(SqlManager):
+class TaskRunManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
     """Records when a task begins, and what it returns."""
 
     def begin(self, message_id: uuid.UUID, worker: str) -> TaskRun | None:
@@ -34,20 +32,13 @@ class TaskRunManager(SqlManager):
     ) -> None:
         """Store a task's return value. If a transaction is open, the value commits with
         the task's work."""
-        connection = connections[self.db]
+        values = {"workers": list(workers), "result": result, "finished_at": Now()}
         # It exists already if an operator has the task run again by force.
-        self._changed(
-            f"""
-            INSERT INTO {self._table} (message_id, workers, result, finished_at)
-            VALUES (%s, %s, %s, {now_sql(connection)})
-            ON CONFLICT (message_id) DO UPDATE SET workers = excluded.workers,
-                result = excluded.result, finished_at = excluded.finished_at
-            """,  # noqa: S608 - constants only
-            [
-                prepared(self.model, "message_id", message_id, connection),
-                prepared(self.model, "workers", list(workers), connection),
-                prepared(self.model, "result", result, connection),
-            ],
+        self.bulk_create(
+            [self.model(message_id=message_id, **values)],
+            update_conflicts=True,
+            unique_fields=["message_id"],
+            update_fields=values,
         )
 
 

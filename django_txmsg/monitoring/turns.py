@@ -13,7 +13,7 @@ from django.db import connections
 from .. import conf, wire
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from ..models.dead_letter import Resolution
-from ..models.fields import later_sql, later_value, query, read_instant
+from ..models.fields import later_sql, query, read_instant
 from ..models.inbox_order import size_sql
 from ..rules import inbox
 from ..stages import all_stages
@@ -77,7 +77,7 @@ def lines(using: str, paused: Collection[str] = ()) -> dict[str, Line]:
         f" FROM {table} r WHERE r.stage = o.stage AND {_BLOCKED.sql('r')}"
         " LIMIT %s) AS bounded GROUP BY key) AS keys)"
         f" FROM places JOIN {table} o ON o.id = places.id ORDER BY o.stage",
-        [later_value(connection, -conf.get().ORDER_PATIENCE), CAP + 1],
+        [-conf.get().ORDER_PATIENCE, CAP + 1],
     )
     found = {}
     for stage, counted in rows:
@@ -110,7 +110,7 @@ def held(
                 f" {_BLOCKED.sql()} LIMIT %s) AS bounded GROUP BY stage, key"
                 f" HAVING MIN(waits_since) <= {later_sql(connection)}"
                 " ORDER BY MIN(waits_since), key LIMIT %s",
-                [stage, CAP + 1, later_value(connection, -patience), NAMED],
+                [stage, CAP + 1, -patience, NAMED],
             )
             found += cursor.fetchall()
     found.sort(key=lambda row: (read_instant(row[3]), row[0], row[1]))

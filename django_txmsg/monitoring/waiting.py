@@ -18,7 +18,7 @@ from django.db import connections
 
 from .. import rules
 from ..models import InboxMessage
-from ..models.fields import later_sql, later_value, now_sql, query, read_instant
+from ..models.fields import later_sql, now_sql, query, read_instant
 from ..rules import Rule, inbox, outbox
 
 #: Most rows that are counted for one place; more are "50,000+".
@@ -286,8 +286,7 @@ def _by_place(
         FROM places JOIN {table} o ON o.id = places.id ORDER BY {place}
     """  # noqa: S608 - constants only
     found = []
-    overdue_before = later_value(connection, -OVERDUE.total_seconds())
-    for *named, counted in query(using, sql, [overdue_before]):
+    for *named, counted in query(using, sql, [-OVERDUE.total_seconds()]):
         count, due_now, overdue, in_flight, again, slots, oldest = read_array(counted)
         if named[-1] in held:
             due_now, overdue, oldest = 0, 0, None
