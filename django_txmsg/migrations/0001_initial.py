@@ -80,7 +80,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="DatabaseIdentity",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("identity", models.CharField(max_length=255, unique=True)),
                 (
                     "seen_at",
@@ -96,7 +104,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="FailureNote",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("fingerprint", models.CharField(max_length=64, unique=True)),
                 ("note", models.TextField(blank=True, default="")),
                 ("muted", models.BooleanField(default=False)),
@@ -128,7 +144,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="StageState",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("stage", models.CharField(max_length=255, unique=True)),
                 ("paused_at", models.DateTimeField(blank=True, null=True)),
                 ("paused_by", models.CharField(blank=True, default="", max_length=255)),
@@ -181,7 +205,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="StopRequest",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 (
                     "at",
                     models.DateTimeField(
@@ -196,7 +228,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="TaskRun",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("message_id", models.UUIDField(unique=True)),
                 ("workers", models.JSONField(default=list)),
                 ("result", models.JSONField(blank=True, null=True)),
@@ -215,7 +255,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Worker",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("name", models.CharField(max_length=255, unique=True)),
                 ("kind", models.CharField(max_length=16)),
                 (
@@ -277,7 +325,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Alert",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("service", models.CharField(max_length=255)),
                 ("name", models.CharField(max_length=255)),
                 ("kind", models.CharField(max_length=32)),
@@ -313,7 +369,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Attempt",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("message_id", models.UUIDField()),
                 ("stage", models.CharField(max_length=255)),
                 ("number", models.PositiveIntegerField()),
@@ -346,7 +410,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="BulkOperation",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 (
                     "kind",
                     models.CharField(
@@ -455,7 +527,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="AuditEntry",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 (
                     "at",
                     models.DateTimeField(
@@ -494,7 +574,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="DeadLetter",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("message_id", models.UUIDField()),
                 ("stage", models.CharField(blank=True, default="", max_length=255)),
                 ("broker", models.CharField(default="default", max_length=64)),
@@ -645,7 +733,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="IdempotencyKey",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("caller", models.CharField(max_length=255)),
                 ("key", models.CharField(max_length=255)),
                 (
@@ -698,7 +794,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="InboxMessage",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("stage", models.CharField(max_length=255)),
                 ("message_id", models.UUIDField()),
                 ("destination", models.CharField(max_length=255)),
@@ -909,7 +1013,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="KeyTail",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("broker", models.CharField(max_length=64)),
                 ("destination", models.CharField(max_length=255)),
                 ("key", models.CharField(max_length=255)),
@@ -933,7 +1045,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="OutboxMessage",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("message_id", models.UUIDField()),
                 (
                     "replay_id",
@@ -1111,7 +1231,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="PeriodCount",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("start", models.DateTimeField()),
                 ("series", models.CharField(max_length=16)),
                 (
@@ -1136,7 +1264,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="QueueMessage",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("queue", models.CharField(max_length=511)),
                 ("headers", models.JSONField(default=dict)),
                 ("body", models.BinaryField()),
@@ -1178,7 +1314,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="QueueSubscription",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("topic", models.CharField(max_length=255)),
                 ("subscriber", models.CharField(max_length=255)),
             ],
@@ -1193,7 +1337,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="RateLine",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("stage", models.CharField(max_length=255)),
                 (
                     "key",
@@ -1224,7 +1376,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Run",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 (
                     "run_id",
                     models.UUIDField(
@@ -1449,7 +1609,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="FlowStep",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("step", models.CharField(max_length=200)),
                 (
                     "message_id",
@@ -1505,7 +1673,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Batch",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 (
                     "turn",
                     models.UUIDField(
@@ -1543,7 +1719,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Schedule",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("service", models.CharField(max_length=255)),
                 ("name", models.CharField(max_length=255)),
                 (
@@ -1623,7 +1807,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Branch",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("number", models.PositiveIntegerField()),
                 ("destination", models.CharField(max_length=255)),
                 ("request_id", models.UUIDField(help_text="The id of its message.")),
@@ -1685,7 +1877,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="FlowUndo",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("number", models.PositiveIntegerField()),
                 ("destination", models.CharField(max_length=255)),
                 ("body", models.BinaryField()),

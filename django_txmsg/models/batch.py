@@ -25,7 +25,6 @@ from .run import Run
 class Branch(models.Model):
     """One request of a batch. `number` counts from 0 in the order of the requests."""
 
-    id = models.BigAutoField(primary_key=True)
     batch = models.ForeignKey(
         "Batch", models.CASCADE, related_name="branches", db_index=False
     )
@@ -93,7 +92,6 @@ class Progress(NamedTuple):
 class Batch(models.Model):
     """A group of requests whose run waits until the whole group has ended."""
 
-    id = models.BigAutoField(primary_key=True)
     run = models.ForeignKey(Run, models.CASCADE, related_name="batches")
     turn = models.UUIDField(unique=True, help_text="The turn of its run until the end.")
     total = models.PositiveIntegerField(help_text="How many requests it has.")

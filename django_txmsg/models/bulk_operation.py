@@ -72,7 +72,6 @@ class BulkOperation(models.Model):
     later, and runs that reached the step later.
     """
 
-    id = models.BigAutoField(primary_key=True)
     kind = models.CharField(max_length=16, choices=BulkKind.choices)
     filter = models.JSONField(default=dict)
     force = models.BooleanField(default=False)

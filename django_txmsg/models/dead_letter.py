@@ -84,7 +84,6 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
 class FailureNote(models.Model):
     """An operator's note about an error: a ticket, a cause, a plan."""
 
-    id = models.BigAutoField(primary_key=True)
     fingerprint = models.CharField(max_length=64, unique=True)
     note = models.TextField(default="", blank=True)
     muted = models.BooleanField(default=False)
@@ -118,7 +117,6 @@ class Attempt(models.Model):
     """A failed execution of a stage. A successful execution is recorded only in the
     inbox."""
 
-    id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField()
     stage = models.CharField(max_length=255)
     number = models.PositiveIntegerField()
@@ -229,7 +227,6 @@ class DeadLetter(models.Model):
     has dead-lettered it.
     """
 
-    id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField()
     stage = models.CharField(max_length=255, default="", blank=True)
     broker = models.CharField(max_length=64, default="default")

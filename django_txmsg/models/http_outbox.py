@@ -105,7 +105,6 @@ class IdempotencyKey(models.Model):
     """An idempotency key of one caller. The row is written in the request's own
     transaction, so it commits if and only if the request's effects commit."""
 
-    id = models.BigAutoField(primary_key=True)
     caller = models.CharField(max_length=255)
     key = models.CharField(max_length=255)
     fingerprint = models.CharField(
@@ -185,7 +184,6 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
 class DatabaseIdentity(models.Model):
     """An identity that this database has had, and when it was first seen."""
 
-    id = models.BigAutoField(primary_key=True)
     identity = models.CharField(max_length=255, unique=True)
     seen_at = models.DateTimeField(db_default=Now())
 

@@ -613,7 +613,6 @@ class InboxMessage(models.Model):
     """One message at one stage. A unique constraint allows one row for each message and
     stage, so a stage recognises duplicates."""
 
-    id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255)
     message_id = models.UUIDField()
     destination = models.CharField(max_length=255)

@@ -74,7 +74,6 @@ class KeyTailManager(SqlManager):
 class KeyTail(models.Model):
     """The last of the messages that relays have claimed for one destination and key."""
 
-    id = models.BigAutoField(primary_key=True)
     broker = models.CharField(max_length=64)
     destination = models.CharField(max_length=255)
     key = models.CharField(max_length=255)

@@ -81,7 +81,6 @@ class Alert(models.Model):
     """One occurrence of a problem. The alert's name says what kind of problem it is,
     and where it occurs."""
 
-    id = models.BigAutoField(primary_key=True)
     service = models.CharField(max_length=255)
     name = models.CharField(max_length=255)
     kind = models.CharField(max_length=32)
@@ -126,7 +125,6 @@ class PeriodCount(models.Model):
     """The count of one series, for example "processed", at one destination or stage in
     one finished period."""
 
-    id = models.BigAutoField(primary_key=True)
     start = models.DateTimeField()
     series = models.CharField(max_length=16)
     place = models.CharField(
@@ -224,7 +222,6 @@ class AuditEntry(models.Model):
     "service: NAME".
     """
 
-    id = models.BigAutoField(primary_key=True)
     at = models.DateTimeField(db_default=Now())
     by = models.CharField(max_length=255)
     deed = models.CharField(max_length=16)

@@ -194,7 +194,6 @@ class OutboxMessage(models.Model):
     """A message that is sent if, and only if, the transaction that stored it
     commits."""
 
-    id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField()
     replay_id = models.CharField(
         max_length=64,

@@ -149,7 +149,6 @@ class QueueManager(SqlManager):
 class QueueMessage(models.Model):
     """A message in a queue. The row is deleted when the message is acknowledged."""
 
-    id = models.BigAutoField(primary_key=True)
     queue = models.CharField(max_length=511)
     headers = models.JSONField(default=dict)
     body = models.BinaryField()
@@ -219,7 +218,6 @@ class SubscriptionManager(SqlManager):
 class QueueSubscription(models.Model):
     """A durable subscriber of a topic: its queue gets a copy of every message."""
 
-    id = models.BigAutoField(primary_key=True)
     topic = models.CharField(max_length=255)
     subscriber = models.CharField(max_length=255)
 

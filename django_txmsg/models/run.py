@@ -179,7 +179,6 @@ class RunManager(SqlManager):
 class Run(models.Model):
     """One run of a flow, in the database of the service that runs the flow."""
 
-    id = models.BigAutoField(primary_key=True)
     run_id = models.UUIDField(
         unique=True,
         help_text="The id of the message that started it. For an edited copy: the id "
@@ -331,7 +330,6 @@ class Run(models.Model):
 class FlowStep(models.Model):
     """One step of a run, and the state after it."""
 
-    id = models.BigAutoField(primary_key=True)
     run = models.ForeignKey(Run, models.CASCADE, related_name="steps")
     step = models.CharField(max_length=200)
     message_id = models.UUIDField(help_text="The message that continued the run.")
@@ -369,7 +367,6 @@ class FlowStep(models.Model):
 class FlowUndo(models.Model):
     """One undo of a run. The undo with the highest number runs first."""
 
-    id = models.BigAutoField(primary_key=True)
     run = models.ForeignKey(Run, models.CASCADE, related_name="undo_rows")
     number = models.PositiveIntegerField()
     destination = models.CharField(max_length=255)

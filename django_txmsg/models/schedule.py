@@ -90,7 +90,6 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
 class Schedule(models.Model):
     """The last tick of one recurring message of one service."""
 
-    id = models.BigAutoField(primary_key=True)
     service = models.CharField(max_length=255)
     name = models.CharField(max_length=255)
     timing = models.CharField(

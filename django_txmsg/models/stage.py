@@ -109,7 +109,6 @@ class StageState(models.Model):
     """Whether a stage is paused, since when, by whom and why. Also the stage's changed
     rate, and the state of its order."""
 
-    id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255, unique=True)
     paused_at = models.DateTimeField(null=True, blank=True)
     paused_by = models.CharField(max_length=255, default="", blank=True)
@@ -299,7 +298,6 @@ def _epoch_sql(connection: Any) -> str:
 class RateLine(models.Model):
     """The slots of a stage with a rate, for one key."""
 
-    id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255)
     key = models.CharField(max_length=32, help_text="A digest of the header's value.")
     origin = models.FloatField(help_text="When slot 0 is due, in seconds since 1970.")
@@ -343,7 +341,6 @@ class StopRequestManager(models.Manager):  # type: ignore[type-arg]  # not gener
 class StopRequest(models.Model):
     """A request to stop one message at one stage."""
 
-    id = models.BigAutoField(primary_key=True)
     at = models.DateTimeField(db_default=Now())
     stage = models.CharField(max_length=255)
     message_id = models.UUIDField()

@@ -47,7 +47,6 @@ class TaskRun(models.Model):
     Failures are not recorded here, but in the inbox row, the message's attempts and its
     dead letter."""
 
-    id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField(unique=True)
     workers = models.JSONField(default=list)
     result = models.JSONField(null=True, blank=True)

@@ -36,7 +36,6 @@ class Worker(models.Model):
     differ.
     """
 
-    id = models.BigAutoField(primary_key=True)
     name = models.CharField(max_length=255, unique=True)
     kind = models.CharField(max_length=16)
     service = models.CharField(max_length=255, default="", db_default="", blank=True)

@@ -20,7 +20,6 @@ class ArchiveMark(models.Model):
     from a backup. The next archive run settles these batches.
     """
 
-    id = models.BigAutoField(primary_key=True)
     source = models.CharField(max_length=32, help_text="outbox, inbox, …")
     lake_id = models.UUIDField(help_text="What the lake's table calls itself.")
     lake = models.CharField(max_length=1024)
@@ -84,7 +83,6 @@ class PipelineAlert(models.Model):
     """A value that `pipeline follow` measures, with its bound. The alert fires while
     the value is above the bound."""
 
-    id = models.BigAutoField(primary_key=True)
     service = models.CharField(max_length=255)
     name = models.CharField(max_length=32)
     value = models.FloatField(default=0)
@@ -193,7 +191,6 @@ class PipelineRun(models.Model):
 class StagedMessage(models.Model):
     """A message that a Spark task has written, and that is not in the outbox yet."""
 
-    id = models.BigAutoField(primary_key=True)
     run = models.CharField(max_length=64)
     task = models.CharField(max_length=64, help_text="Which attempt of which task.")
     message_id = models.UUIDField()

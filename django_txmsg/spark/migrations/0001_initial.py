@@ -83,7 +83,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="ArchiveMark",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 (
                     "source",
                     models.CharField(help_text="outbox, inbox, …", max_length=32),
@@ -170,7 +178,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="PipelineAlert",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("service", models.CharField(max_length=255)),
                 ("name", models.CharField(max_length=32)),
                 ("value", models.FloatField(default=0)),
@@ -257,7 +273,15 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="StagedMessage",
             fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="ID",
+                    ),
+                ),
                 ("run", models.CharField(max_length=64)),
                 (
                     "task",
