@@ -36,6 +36,7 @@ from .. import conf
 from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
+from ..models.fields import query
 from ..runtime.per_process import PerProcess
 from ..runtime.thread_group import start_daemon
 from . import control_message, database_identity
@@ -63,9 +64,7 @@ def has_ended(using: str, group: uuid.UUID, joined_until: dt.datetime) -> bool:
     `joined_until`. Call this function outside any transaction, so that the group's lock
     is released immediately. Query the group's rows only after this call."""
     bound = joined_until + dt.timedelta(seconds=MARGIN)
-    with connections[using].cursor() as cursor:
-        cursor.execute(_ASK, [bound, lock_of(group)])
-        (over,) = cursor.fetchone()
+    ((over,),) = query(using, _ASK, [bound, lock_of(group)])
     return bool(over)
 
 

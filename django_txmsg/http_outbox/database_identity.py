@@ -18,6 +18,7 @@ from django.db import DatabaseError, connections
 
 from ..django_internals import settings_of
 from ..models import DatabaseIdentity
+from ..models.fields import query
 from ..runtime import database_health
 
 #: Seconds for which an identity is cached. After that, a restart or a failover is
@@ -121,9 +122,7 @@ def can_tell(connection: Any) -> bool:
 
 def transaction_id(connection: Any) -> str:
     """Return the id of the open transaction. Savepoints do not change the id."""
-    with connection.cursor() as cursor:
-        cursor.execute(_MARK)
-        (mark,) = cursor.fetchone()
+    ((mark,),) = query(connection.alias, _MARK)
     return str(mark)
 
 
@@ -134,9 +133,7 @@ def ask(using: str, mark: str) -> Verdict:
     the server is a standby that was promoted before the transaction reached it.
     """
     try:
-        with connections[using].cursor() as cursor:
-            cursor.execute(_STATUS, [mark])
-            (status,) = cursor.fetchone()
+        ((status,),) = query(using, _STATUS, [mark])
     except DatabaseError as error:
         if database_health.sqlstate(error) in _NOT_KNOWN:
             return Verdict.UNKNOWN

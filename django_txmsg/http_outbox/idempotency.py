@@ -26,6 +26,7 @@ from django.utils.module_loading import import_string
 
 from .. import conf
 from ..models import IdempotencyKey
+from ..models.fields import query
 from ..runtime import database_health
 
 _log = logging.getLogger("django_txmsg.middleware")
@@ -178,16 +179,11 @@ def _alone(using: str, caller: str, key: str) -> bool:
     """Reserve the key until the transaction ends. Returns False if another request with
     this key is running. On SQLite, always returns True: the INSERT that follows fails
     instead."""
-    connection = connections[using]
-    if connection.vendor != "postgresql":
+    if connections[using].vendor != "postgresql":
         return True
     digest = hashlib.sha256(f"txmsg-idempotency\0{caller}\0{key}".encode()).digest()
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT pg_try_advisory_xact_lock(%s)",
-            [int.from_bytes(digest[:8], "big", signed=True)],
-        )
-        (alone,) = cursor.fetchone()
+    number = int.from_bytes(digest[:8], "big", signed=True)
+    ((alone,),) = query(using, "SELECT pg_try_advisory_xact_lock(%s)", [number])
     return bool(alone)
 
 

@@ -164,19 +164,17 @@ class DeadLetterManager(SqlManager):
         )  # fmt: skip
         now = now_sql(connection)
         rows = self._rows(
-            "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id,"
+            "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id,"  # noqa: S608 - constants only
             " service, broker, destination, key, correlation_id, headers,"
             " content_type, body, attempts, last_error, created_at, due_at)"
             " SELECT letter.message_id, again.replay_id, again.service,"
             " letter.broker, letter.destination, again.key, letter.correlation_id,"
             " again.headers,"
             " CASE letter.content_type WHEN '' THEN %s"
-            " ELSE letter.content_type END, letter.body, 0, '', {now}, {now}"
-            " FROM {source} JOIN django_txmsg_deadletter letter"
+            f" ELSE letter.content_type END, letter.body, 0, '', {now}, {now}"
+            f" FROM {source} JOIN django_txmsg_deadletter letter"
             " ON letter.id = again.id ORDER BY again.id"
-            " RETURNING id, message_id".replace("{now}", now).replace(
-                "{source}", source
-            ),
+            " RETURNING id, message_id",
             [wire.BYTES, json.dumps(list(again))],
         )
         return [(pk, read_uuid(message_id)) for pk, message_id in rows]

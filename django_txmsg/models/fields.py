@@ -37,12 +37,9 @@ def now_sql(connection: Any) -> str:
 def clock(using: str) -> dt.datetime:
     """Return the database's current time, in UTC whatever the time zone of the
     connection is."""
-    connection: Any = connections[using]
-    with connection.cursor() as cursor:
-        # With parameters, like everywhere: then `%%` means `%`.
-        cursor.execute(f"SELECT {now_sql(connection)}", [])
-        instant: dt.datetime = read_instant(cursor.fetchone()[0])
-    return instant.astimezone(dt.timezone.utc)
+    ((instant,),) = query(using, f"SELECT {now_sql(connections[using])}")
+    found: dt.datetime = read_instant(instant).astimezone(dt.timezone.utc)
+    return found
 
 
 def began_sql(connection: Any) -> str:
@@ -52,6 +49,13 @@ def began_sql(connection: Any) -> str:
     if connection.vendor == "postgresql":
         return "statement_timestamp()"
     return now_sql(connection)
+
+
+def epoch_sql(connection: Any) -> str:
+    """Return SQL for the database's current time as Unix time in seconds."""
+    if connection.vendor == "postgresql":
+        return f"extract(epoch FROM {now_sql(connection)})::float8"
+    return "((julianday('now') - 2440587.5) * 86400.0)"
 
 
 def later_sql(connection: Any) -> str:
@@ -217,7 +221,8 @@ def given_sql(connection: Any, name: str, **columns: str) -> str:
 
 
 def query(using: str, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
-    """Execute a statement in a database, and return its rows."""
+    """Execute a statement in a database, and return its rows. With no parameters, too,
+    `%%` means `%`."""
     with connections[using].cursor() as cursor:
         cursor.execute(sql, parameters)
         return list(cursor.fetchall())

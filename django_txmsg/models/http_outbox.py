@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from typing import Any
 
 from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
-from .fields import SqlManager, limit_waits
+from .fields import SqlManager, limit_waits, query
 
 # The outcome of an outbox session whose transaction id cannot be queried.
 #
@@ -51,7 +50,7 @@ class SessionManager(SqlManager):
         """
         connection = connections[self.db]
         if connection.vendor == "postgresql":
-            with transaction.atomic(using=self.db), connection.cursor() as cursor:
+            with transaction.atomic(using=self.db):
                 limit_waits(connection, PATIENCE_MS / 1000)
                 return self._insert(session_id, SessionStatus.TOMBSTONE)
         with connection.cursor() as cursor:
@@ -69,12 +68,10 @@ class SessionManager(SqlManager):
         return recent.filter(status=SessionStatus.TOMBSTONE).count()
 
     def _insert(self, session_id: uuid.UUID, status: SessionStatus) -> bool:
-        connection = connections[self.db]
-        field: Any = self.model._meta.get_field("session_id")
         inserted = self._changed(
             f"INSERT INTO {self._table} (session_id, status)"  # noqa: S608 - constants only
             f" VALUES (%s, %s) ON CONFLICT DO NOTHING",
-            [field.get_db_prep_value(session_id, connection), status.value],
+            [session_id.hex, status.value],
         )
         return inserted == 1
 
@@ -158,14 +155,11 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
     def ask(self) -> str:
         """Return the database's current identity; "" on SQLite, which has no
         identity."""
-        connection = connections[self.db]
-        if connection.vendor != "postgresql":
+        if connections[self.db].vendor != "postgresql":
             return ""
-        with connection.cursor() as cursor:
-            cursor.execute(_MAY_ASK)
-            (may_ask,) = cursor.fetchone()
-            cursor.execute(_IDENTITY.format(system=_SYSTEM if may_ask else "''"))
-            (identity,) = cursor.fetchone()
+        ((may_ask,),) = query(self.db, _MAY_ASK)
+        system = _SYSTEM if may_ask else "''"
+        ((identity,),) = query(self.db, _IDENTITY.format(system=system))
         return str(identity)[-255:]
 
     def note(self, identity: str) -> dt.datetime:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from django.db import connections, models
 
-from .fields import SqlManager, given_sql, read_uuid
+from .fields import SqlManager, epoch_sql, given_sql, read_uuid
 
 #: A destination, and a key there.
 Chain = tuple[str, str]
@@ -42,17 +42,13 @@ class KeyTailManager(SqlManager):
         meanwhile. The tails are always locked in the same order, so that relays do not
         deadlock."""
         connection = connections[self.db]
-        native = connection.vendor == "postgresql"
         given = [
-            {"destination": place, "key": key, "id": str(last) if native else last.hex}
+            {"destination": place, "key": key, "id": last.hex}
             for (place, key), last in ends.items()
         ]
         source = given_sql(connection, "g", destination="text", key="text", id="uuid")
-        if native:
-            now = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
-        else:
-            now = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000"
-        greatest = "greatest" if native else "max"
+        now = f"CAST({epoch_sql(connection)} * 1000000 AS bigint)"
+        greatest = "greatest" if connection.vendor == "postgresql" else "max"
         rows = self._rows(
             f"INSERT INTO {self._table} AS t"  # noqa: S608 - constants only
             " (broker, destination, key, last_id, last_at)"

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from django.db import IntegrityError, models, transaction
+from django.db import models, transaction
 from django.db.models import F, Q
 from django.db.models.functions import Now
 
@@ -36,14 +36,10 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         """Open an alert. Returns False if the alert is open already. Also deletes
         alerts that ended long ago."""
         self.filter(ended_at__lt=Later(-KEPT.total_seconds())).delete()
-        try:
-            with transaction.atomic(using=self.db):
-                self.create(
-                    service=service, name=name[:255], kind=kind, text=text[:2000]
-                )
-        except IntegrityError:
-            return False
-        return True
+        open_alert = {"service": service, "name": name[:255], "ended_at": None}
+        values = {"kind": kind, "text": text[:2000]}
+        _, begun = self.get_or_create(**open_alert, defaults=values)
+        return bool(begun)
 
     def end(self, pk: int) -> bool:
         """End an open alert. Returns False if the alert has ended already."""

@@ -16,7 +16,7 @@ from .. import conf, rules
 from ..rules.inbox import OPEN
 from ..runtime import notifications
 from ..runtime.notifications import notify
-from .fields import SqlManager, began_sql, no_wait_sql, now_sql, skip_locked_sql
+from .fields import SqlManager, began_sql, epoch_sql, no_wait_sql, skip_locked_sql
 from .inbox import InboxMessage
 
 # Whether an operator has paused a stage, or changed its rate for a while.
@@ -183,7 +183,7 @@ class RateLineManager(SqlManager):
         """
         connection = connections[self.db]
         native = connection.vendor == "postgresql"
-        now, greatest = _epoch_sql(connection), "greatest" if native else "max"
+        now, greatest = epoch_sql(connection), "greatest" if native else "max"
         number, taken = ("l.taken", count) if slot is None else (str(int(slot)), 0)
         no_wait, waits_not = no_wait_sql(connection)
         source = f"VALUES (%s, %s, {now} - %s, %s, %s)"
@@ -215,7 +215,7 @@ class RateLineManager(SqlManager):
         not due at the time of their slot. The rate may have changed, or a process with
         another rate may have parked them. `between` is called after each MOVED
         messages."""
-        now = _epoch_sql(connections[self.db])
+        now = epoch_sql(connections[self.db])
         self._changed(
             f"UPDATE {self._table} AS l SET period = %s,"  # noqa: S608 - constants only
             f" origin = {_ORIGIN.format(now=now)}"
@@ -224,13 +224,11 @@ class RateLineManager(SqlManager):
         )
         early, late = self._due(-LATE), self._due(LATE)
         for part in self._waiting(stage, between):
-            with connections[self.db].cursor() as cursor:
-                self._move(
-                    cursor,
-                    f"i.id IN ({', '.join(map(str, part))}) AND i.lease_token IS NULL"
-                    f" AND NOT i.due_at BETWEEN {early} AND {late}",
-                    [],
-                )
+            self._move(
+                f"i.id IN ({', '.join(map(str, part))}) AND i.lease_token IS NULL"
+                f" AND NOT i.due_at BETWEEN {early} AND {late}",
+                [],
+            )
 
     def no_more(self, stage: str, between: Callable[[], object]) -> None:
         """Release all messages that wait for a slot of a stage. Call this if the stage
@@ -261,18 +259,16 @@ class RateLineManager(SqlManager):
         after the message was parked."""
         connection = connections[self.db]
         table, now = InboxMessage._meta.db_table, began_sql(connection)
-        with connection.cursor() as cursor:
-            self._move(
-                cursor,
-                f"i.id IN (SELECT id FROM {table} WHERE stage = %s AND due_at <= {now}"  # noqa: S608 - constants only
-                f" AND key = %s AND slot IS NOT NULL AND {OPEN.sql()}"
-                f" AND {rules.NOT_LEASED.sql(now=now)}"
-                f" ORDER BY due_at, id LIMIT {MOVED} {skip_locked_sql(connection)})",
-                [stage, key],
-            )
+        self._move(
+            f"i.id IN (SELECT id FROM {table} WHERE stage = %s AND due_at <= {now}"  # noqa: S608 - constants only
+            f" AND key = %s AND slot IS NOT NULL AND {OPEN.sql()}"
+            f" AND {rules.NOT_LEASED.sql(now=now)}"
+            f" ORDER BY due_at, id LIMIT {MOVED} {skip_locked_sql(connection)})",
+            [stage, key],
+        )
 
-    def _move(self, cursor: Any, which: str, parameters: list[Any]) -> None:
-        cursor.execute(
+    def _move(self, which: str, parameters: list[Any]) -> None:
+        self._changed(
             f"UPDATE {InboxMessage._meta.db_table} AS i SET due_at = {self._due()}"  # noqa: S608 - constants only
             f" FROM {self._table} AS l WHERE l.stage = i.stage AND l.key = i.key"
             f" AND i.slot IS NOT NULL AND i.due_at IS NOT NULL AND {which}",
@@ -286,13 +282,6 @@ class RateLineManager(SqlManager):
         if connections[self.db].vendor == "postgresql":
             return f"to_timestamp({instant})"
         return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', {instant}, 'unixepoch')"
-
-
-def _epoch_sql(connection: Any) -> str:
-    """Return SQL for the database's current time as Unix time in seconds."""
-    if connection.vendor == "postgresql":
-        return f"extract(epoch FROM {now_sql(connection)})::float8"
-    return "((julianday('now') - 2440587.5) * 86400.0)"
 
 
 class RateLine(models.Model):

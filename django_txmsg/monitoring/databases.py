@@ -12,6 +12,7 @@ from django.db import connections, router
 from .. import conf, stages
 from ..brokers import find_broker
 from ..models import OutboxMessage
+from ..models.fields import query
 from ..scheduling.timetable import recurring
 from ..stages import Stage
 
@@ -87,12 +88,12 @@ def is_read_only(alias: str, named: Collection[str] = ()) -> bool:
     False, because one of them may be a replica."""
     if named or connections[alias].vendor != "postgresql":
         return False
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            "SELECT pg_is_in_recovery()"
-            " OR current_setting('default_transaction_read_only')::boolean"
-        )
-        return bool(cursor.fetchone()[0])
+    ((read_only,),) = query(
+        alias,
+        "SELECT pg_is_in_recovery()"
+        " OR current_setting('default_transaction_read_only')::boolean",
+    )
+    return bool(read_only)
 
 
 def of_stage(stage: Stage) -> str | None:

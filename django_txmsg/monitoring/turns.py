@@ -99,20 +99,18 @@ def held(
     """Return the keys whose messages have been blocked for at least `after` seconds,
     the longest wait first. The default for `after` is TXMSG["ORDER_PATIENCE"]. If
     `stages` is None, search all stages. Return at most 20 keys (NAMED)."""
-    connection: Any = connections[using]
     patience = conf.get().ORDER_PATIENCE if after is None else after
     found: list[tuple[str, str, int, Any]] = []
-    with connection.cursor() as cursor:
-        for stage in lines(using) if stages is None else stages:
-            cursor.execute(
-                "SELECT stage, key, COUNT(*), MIN(waits_since) FROM (SELECT stage, key,"  # noqa: S608 - constants only
-                " waits_since FROM django_txmsg_inboxmessage WHERE stage = %s AND"
-                f" {_BLOCKED.sql()} LIMIT %s) AS bounded GROUP BY stage, key"
-                f" HAVING MIN(waits_since) <= {later_sql(connection)}"
-                " ORDER BY MIN(waits_since), key LIMIT %s",
-                [stage, CAP + 1, -patience, NAMED],
-            )
-            found += cursor.fetchall()
+    for stage in lines(using) if stages is None else stages:
+        found += query(
+            using,
+            "SELECT stage, key, COUNT(*), MIN(waits_since) FROM (SELECT stage, key,"  # noqa: S608 - constants only
+            " waits_since FROM django_txmsg_inboxmessage WHERE stage = %s AND"
+            f" {_BLOCKED.sql()} LIMIT %s) AS bounded GROUP BY stage, key"
+            f" HAVING MIN(waits_since) <= {later_sql(connections[using])}"
+            " ORDER BY MIN(waits_since), key LIMIT %s",
+            [stage, CAP + 1, -patience, NAMED],
+        )
     found.sort(key=lambda row: (read_instant(row[3]), row[0], row[1]))
     return [_held(using, *row) for row in found[:NAMED]]
 
