@@ -16,6 +16,7 @@ from django.db.models import Case, QuerySet, When
 from django.db.models.fields.json import KeyTextTransform
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.views.decorators.http import require_POST
 
@@ -46,10 +47,11 @@ def led(request: HttpRequest, page: str, *args: object) -> HttpResponseRedirect:
 class MessageList(CappedList):
     """A list whose rows link to the pages of their messages."""
 
+    model_admin: Any
+
     def url_for_result(self, result: Any) -> str:
         """Return the URL of the page of the row's message."""
-        site = self.model_admin.admin_site.name
-        return reverse(MESSAGE, args=[result.message_id], current_app=site)
+        return str(self.model_admin.page_of(result.message_id))
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic at run time
@@ -140,6 +142,15 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         button changes something."""
         return self.at(route, require_POST(view), name)
 
+    def page_of(self, message_id: uuid.UUID) -> str:
+        """Return the URL of the page of a message."""
+        return reverse(MESSAGE, args=[message_id], current_app=self.admin_site.name)
+
+    def link(self, message_id: uuid.UUID) -> SafeString:
+        """Return the end of a message id, as a link to the message's page."""
+        shown = display.short_id(message_id)
+        return format_html('<a href="{}">{}</a>', self.page_of(message_id), shown)
+
     def led_to_list(self, request: HttpRequest) -> HttpResponseRedirect:
         """Redirect to the list of this model."""
         rows = f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
@@ -215,9 +226,8 @@ class MessageAdmin(RowPageAdmin):
     @admin.display(description="flow")
     def flow(self, row: Any) -> SafeString | str:
         """The message's correlation id, which all messages of one flow share."""
-        if not row.correlation_id:
-            return "-"
-        return display.mono(display.cut(row.correlation_id, 13), row.correlation_id)
+        name = row.correlation_id
+        return display.mono_cut(name, most=13) if name else "-"
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
         """Return the list class whose rows link to the pages of their messages."""

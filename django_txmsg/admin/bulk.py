@@ -126,10 +126,7 @@ class BulkAdmin(RowPageAdmin):
 
     status = display.column("state", display.badge, "state")
 
-    @admin.display(description="done")
-    def progress(self, operation: BulkOperation) -> str:
-        """The number of processed messages, and the total."""
-        return f"{operation.done:,} of {operation.total:,}"
+    progress = display.column("done", lambda one: f"{one.done:,} of {one.total:,}")
 
     filters = display.column("filter", filter_text, "filter")
 

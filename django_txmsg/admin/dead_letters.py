@@ -163,10 +163,15 @@ def _asking(kind: BulkKind, permission: str) -> Any:
     """Return an admin action that asks for confirmation of this bulk operation."""
 
     @admin.action(description=f"{kind.capitalize()}…", permissions=[permission])
-    def ask(
-        self: DeadLetterAdmin, request: HttpRequest, queryset: QuerySet[DeadLetter]
-    ) -> HttpResponse:
-        return self.confirm(request, kind, queryset)
+    def ask(_: object, request: HttpRequest, rows: QuerySet[Any]) -> HttpResponse:
+        """Redirect to the confirmation page for the selected dead letters."""
+        query = {"ids": ",".join(request.POST.getlist("_selected_action"))}
+        if request.POST.get("select_across") == "1":
+            # All that match: the filter itself, since their number has no limit.
+            query = bulk_filter(request.GET)
+        chosen = urlencode({"kind": kind.value, **query})
+        page = address(request, "admin:django_txmsg_confirm")
+        return HttpResponseRedirect(f"{page}?{chosen}")
 
     return ask
 
@@ -175,14 +180,7 @@ def _asking(kind: BulkKind, permission: str) -> Any:
 class DeadLetterAdmin(MessageAdmin):
     """Dead letters. Without a query string, the page groups them by error."""
 
-    list_display = (
-        "state",
-        "age",
-        "error",
-        "place",
-        "tries",
-        "message",
-    )
+    list_display = ("state", "age", "error", "place", "tries", "message")
     list_filter = FILTERS
     list_display_links = ("state", "error", "message")
     search_help_text = "Exact message id, correlation id, key or fingerprint"
@@ -233,20 +231,6 @@ class DeadLetterAdmin(MessageAdmin):
     discard_selected = _asking(BulkKind.DISCARD, "discard")
     restore_selected = _asking(BulkKind.RESTORE, "discard")
 
-    def confirm(
-        self, request: HttpRequest, kind: BulkKind, queryset: QuerySet[DeadLetter]
-    ) -> HttpResponse:
-        """Redirect to the confirmation page for the selected dead letters."""
-        if request.POST.get("select_across") == "1":
-            # All that match: the filter itself, since their number has no limit.
-            query = bulk_filter(request.GET)
-        else:
-            query = {"ids": ",".join(request.POST.getlist("_selected_action"))}
-        page = address(request, "admin:django_txmsg_confirm")
-        return HttpResponseRedirect(
-            f"{page}?{urlencode({'kind': kind.value, **query})}"
-        )
-
     @admin.display(description="state")
     def state(self, letter: DeadLetter) -> SafeString:
         """The resolution, and a badge if the message has died more than once."""
@@ -266,10 +250,9 @@ class DeadLetterAdmin(MessageAdmin):
 
     age = display.column("last death", display.ago, "created_at")
 
-    @admin.display(description="error")
-    def error(self, letter: DeadLetter) -> str:
-        """The error."""
-        return display.first_line(letter.exception) or letter.reason
+    error = display.column(
+        "error", lambda one: display.first_line(one.exception) or one.reason
+    )
 
 
 def deeds(request: HttpRequest) -> list[tuple[str, str]]:

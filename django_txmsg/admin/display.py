@@ -62,13 +62,13 @@ TONES = {
 }
 
 
-def column(title: str, show: Callable[[Any], object], of: str) -> Any:
+def column(title: str, show: Callable[[Any], object], of: str = "") -> Any:
     """Return a column for an admin list. For each row, the column shows the attribute
-    `of`, formatted by `show`. None is shown as "-"."""
+    `of`, by default the row itself, formatted by `show`. None is shown as "-"."""
 
     @admin.display(description=title)
     def shown(_: object, row: object) -> object:
-        value = getattr(row, of)
+        value = getattr(row, of) if of else row
         return "-" if value is None else show(value)
 
     return shown
@@ -119,6 +119,12 @@ def ago(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeStri
 def mono(text: object, title: object = "") -> SafeString:
     """Return a text as monospaced HTML."""
     return format_html('<code class="txmsg-id" title="{}">{}</code>', title, text)
+
+
+def mono_cut(text: str, most: int) -> SafeString:
+    """Return at most `most` characters of a text as monospaced HTML. Its title is the
+    whole text."""
+    return mono(cut(text, most), text)
 
 
 def as_json(value: object) -> SafeString:

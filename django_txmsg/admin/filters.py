@@ -87,27 +87,21 @@ class PlaceFilter(CountingFilter):
             yield name, f"{name} ({number:,}{more})"
 
 
-class AgeFilter(admin.SimpleListFilter):
+class AgeFilter(StateFilter):
     """Filters by age: the last hour, day or week."""
 
-    title = "age"
-    parameter_name = "age"
+    title = parameter_name = "age"
     column = "created_at"
-    steps = {"1h": ("last hour", 1), "24h": ("last day", 24), "7d": ("last week", 168)}
+    labels = {"1h": "last hour", "24h": "last day", "7d": "last week"}
+    uncounted = frozenset(labels)
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return the choices."""
-        return [(key, label) for key, (label, _) in self.steps.items()]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Select the rows of the chosen age. An unknown age selects no rows."""
-        if not self.value():
-            return queryset
-        step = self.steps.get(str(self.value()))
-        if step is None:
-            return queryset.none()
-        since = Now() - dt.timedelta(hours=step[1])
-        return queryset.filter(**{f"{self.column}__gte": since})
+    @classmethod
+    def conditions(cls) -> dict[str, Q]:
+        """Return the condition of each age, by name."""
+        return {
+            name: Q(**{f"{cls.column}__gte": Now() - dt.timedelta(hours=hours)})
+            for name, hours in (("1h", 1), ("24h", 24), ("7d", 168))
+        }
 
 
 class BetweenFilter(admin.SimpleListFilter):

@@ -7,7 +7,6 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import OuterRef, Q, QuerySet, Subquery, Value
 from django.http import HttpRequest
-from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
@@ -18,7 +17,7 @@ from ..monitoring.waiting import OVERDUE
 from ..rules import Rule, inbox
 from ..stages import all_stages
 from . import display
-from .base import MESSAGE, MessageAdmin
+from .base import MessageAdmin
 from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_of
 
 
@@ -105,17 +104,12 @@ class InboxAdmin(MessageAdmin):
     )
     search_help_text = "Exact message id or correlation id"
 
-    @admin.display(description="state")
-    def state(self, row: InboxMessage) -> SafeString:
-        """The row's state. A parked message is shown as redelivering, unless it is
-        blocked, overdue or waits for newer code or for its stage's rate."""
-        return display.badge(shown_state(row))
+    # Redelivering: parked, neither blocked nor overdue, and waiting neither for newer
+    # code nor for the stage's rate.
+    state = display.column("state", lambda row: display.badge(shown_state(row)))
 
-    @admin.display(description="stage")
-    def place(self, row: Any) -> SafeString:
-        """The stage's name. If the message is a task and the inbox row still has its
-        headers, the task's name is shown below the stage's name."""
-        return display.named(row.stage, row.task)
+    # The task's name is shown as long as the row has its headers.
+    place = display.column("stage", lambda row: display.named(row.stage, row.task))
 
     @admin.display(description="next attempt")
     def due(self, row: Any) -> SafeString | str:
@@ -124,11 +118,7 @@ class InboxAdmin(MessageAdmin):
         if row.due_at is None:
             return "-"
         if row.waits_for is not None:
-            page = reverse(
-                MESSAGE, args=[row.waits_for], current_app=self.admin_site.name
-            )
-            before = display.short_id(row.waits_for)
-            return format_html('after <a href="{}">{}</a> of its key', page, before)
+            return format_html("after {} of its key", self.link(row.waits_for))
         if row.needs_version is not None:
             return f"with {row.needs_type} {row.needs_version}"
         return "when resumed" if row.held else display.ago(row.due_at)

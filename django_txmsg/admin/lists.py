@@ -4,6 +4,7 @@ progress."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from django.contrib import admin, messages
@@ -101,11 +102,10 @@ class WorkerAdmin(ReadOnlyAdmin):
         rows: QuerySet[Worker] = super().get_queryset(request)
         return rows.annotate(now=Now())
 
-    @admin.display(description="state")
-    def state(self, worker: Any) -> SafeString:
-        """The worker's state. The state is "silent" if the last heartbeat is too old,
-        and otherwise "alive"."""
-        return display.badge("alive" if worker.lives(worker.now) else "silent")
+    # Silent: its last heartbeat is too old.
+    state = display.column(
+        "state", lambda one: display.badge("alive" if one.lives(one.now) else "silent")
+    )
 
     # Text: Django would separate the thousands.
     process = display.column("pid", str, "pid")
@@ -169,15 +169,10 @@ class IdempotencyAdmin(ReadOnlyAdmin):
             for row in queryset:
                 self.delete_model(request, row)
 
-    @admin.display(description="key")
-    def shown(self, row: IdempotencyKey) -> SafeString:
-        """The key."""
-        return display.mono(display.cut(row.key, 60), row.key)
+    shown = display.column("key", partial(display.mono_cut, most=60), "key")
 
-    @admin.display(description="caller")
-    def who(self, row: IdempotencyKey) -> SafeString:
-        """The stored digest of the caller."""
-        return display.mono(display.cut(row.caller, 24), row.caller)
+    # The stored digest of the caller.
+    who = display.column("caller", partial(display.mono_cut, most=24), "caller")
 
     size = display.column("response", display.size, "length")
 

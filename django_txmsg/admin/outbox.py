@@ -93,16 +93,14 @@ class OutboxAdmin(MessageAdmin):
             return display.badge("received")
         return display.badge("processed") if row.processed else "-"
 
-    @admin.display(description="state")
-    def state(self, row: OutboxMessage) -> SafeString:
-        """The row's state, or "overdue"."""
-        late = getattr(row, "overdue", False)
-        return display.badge("overdue" if late else row.state.value)
+    state = display.column(
+        "state",
+        lambda row: display.badge("overdue" if row.overdue else row.state.value),
+    )
 
-    @admin.display(description="destination")
-    def place(self, row: Any) -> SafeString:
-        """The destination. For a task, the task's name is below."""
-        return display.named(row.destination, row.task)
+    place = display.column(
+        "destination", lambda row: display.named(row.destination, row.task)
+    )
 
     @admin.display(description="next attempt")
     def due(self, row: OutboxMessage) -> SafeString | str:

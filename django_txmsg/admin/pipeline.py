@@ -13,7 +13,6 @@ from django.db import router
 from django.db.models import QuerySet, Value
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
-from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -24,7 +23,7 @@ from ..models.monitoring import Deed
 from ..spark.models import ArchiveMark, Finding, PipelineAlert, PipelineRun, RunState
 from . import display
 from .audit import audit, audited
-from .base import MESSAGE, ReadOnlyAdmin, find, given, operator, sees_messages
+from .base import ReadOnlyAdmin, find, given, operator, sees_messages
 from .counting import WholePaginator
 from .filters import read_time
 
@@ -279,12 +278,8 @@ class FindingAdmin(ReadOnlyAdmin):
     @admin.display(description="message")
     def message(self, finding: Any) -> SafeString:
         """The message's id, with a link to its page if the user may open the page."""
-        shown = display.short_id(finding.message_id)
-        if not finding.opens:
-            return shown
-        site = self.admin_site.name
-        page = reverse(MESSAGE, args=[finding.message_id], current_app=site)
-        return format_html('<a href="{}">{}</a>', page, shown)
+        shown = self.link if finding.opens else display.short_id
+        return shown(finding.message_id)
 
     sent = display.column("sent", display.ago, "sent_at")
 

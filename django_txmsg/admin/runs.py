@@ -11,7 +11,6 @@ from django.db import router
 from django.db.models import Max, Min, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
-from django.utils.safestring import SafeString
 
 from ..consuming import bulk_thread
 from ..dead_letters import masking
@@ -59,7 +58,7 @@ class FlowFilter(CountingFilter):
             yield name, f"{name} ({listed(number)} open)"
 
 
-class StepFilter(admin.SimpleListFilter):
+class StepFilter(CountingFilter):
     """Filters by the next step of the run. The choices are steps of flows declared
     here."""
 
@@ -73,10 +72,6 @@ class StepFilter(admin.SimpleListFilter):
         return [
             (name, name) for name in sorted({s for one in chosen for s in one.steps})
         ]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Select the runs whose next step is the chosen step."""
-        return queryset.filter(step=self.value()) if self.value() else queryset
 
 
 class SinceFilter(AgeFilter):
@@ -121,21 +116,13 @@ class RunAdmin(RowPageAdmin):
             flows = [one.name for one in declarations()]
             return rows.filter(flow__in=flows, key=text)
 
-    @admin.display(description="state")
-    def shown_state(self, run: Run) -> SafeString:
-        """The state of the run: waiting, undoing, going back, or its outcome. (The
-        column `state` stores the flow's data.)"""
-        return display.badge(word(run))
+    # (The column `state` stores the flow's data.)
+    shown_state = display.column("state", lambda run: display.badge(word(run)))
 
-    @admin.display(description="waits for")
-    def waits(self, run: Run) -> str:
-        """What the run waits for."""
-        return waits(run)
+    waits = display.column("waits for", lambda run: waits(run))
 
-    @admin.display(description="since")
-    def age(self, run: Run) -> SafeString:
-        """Since when the run has waited, or when it ended."""
-        return display.ago(run.ended_at or run.since)
+    # Since when it has waited, or when it ended.
+    age = display.column("since", lambda run: display.ago(run.ended_at or run.since))
 
     deadline = display.column("deadline", display.age, "due_at")
 

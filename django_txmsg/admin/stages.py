@@ -107,29 +107,6 @@ class PausableAdmin(ReadOnlyAdmin):
 # The contract as a page: what this service sends and receives, and breaking changes.
 
 
-def show_contract(request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
-    """Show the contract. `?format=json` returns the document itself."""
-    file = contracts.path()
-    try:
-        before = contracts.read(file) if file.exists() else {}
-        contract = contracts.build(before)
-    except ConfigurationError as error:
-        return render(request, _TEMPLATE, {**context, "problem": str(error)})
-    if request.GET.get("format") == "json":
-        return JsonResponse(contract, json_dumps_params={"indent": 2})
-    return render(
-        request,
-        _TEMPLATE,
-        {
-            **context,
-            "channels": channels(contract),
-            "committed": bool(before),
-            "changed": before != contract,
-            "breaking": contracts.breaking(before, contract),
-        },
-    )
-
-
 def channels(contract: Contract) -> list[dict[str, Any]]:
     """Return the contract's channels, sorted by address: each with its messages,
     whether this service sends to it, and the stages that consume it."""
@@ -157,8 +134,6 @@ def _message(name: str, given: Contract) -> dict[str, Any]:
         "schema": json.dumps(schema, indent=2, ensure_ascii=False),
     }
 
-
-_TEMPLATE = "admin/django_txmsg/contract.html"
 
 #: How long a rate holds that the page sets.
 LIMITED = dt.timedelta(hours=1)
@@ -224,9 +199,25 @@ class StageAdmin(PausableAdmin):
         return self.led_to_list(request)
 
     def contract(self, request: HttpRequest) -> HttpResponse:
-        """Show the contract: which messages this service sends and receives."""
+        """Show the contract: which messages this service sends and receives.
+        `?format=json` returns the document itself."""
         insist(self.has_view_permission(request))
-        return show_contract(request, self.page_context(request, "Contract"))
+        file, context = contracts.path(), self.page_context(request, "Contract")
+        try:
+            before = contracts.read(file) if file.exists() else {}
+            contract = contracts.build(before)
+        except ConfigurationError as error:
+            context |= {"problem": str(error)}
+        else:
+            if request.GET.get("format") == "json":
+                return JsonResponse(contract, json_dumps_params={"indent": 2})
+            context |= {
+                "channels": channels(contract),
+                "committed": bool(before),
+                "changed": before != contract,
+                "breaking": contracts.breaking(before, contract),
+            }
+        return render(request, "admin/django_txmsg/contract.html", context)
 
 
 @admin.register(Schedule)
