@@ -34,6 +34,7 @@ SERIES = tuple(_SERIES)
 GRACE = dt.timedelta(minutes=5)
 
 HOURS = 24
+_HOUR, _EPOCH = dt.timedelta(hours=1), dt.datetime.fromtimestamp(0, dt.timezone.utc)
 
 #: Within this time, a worker has stored a finished period.
 STORED = PERIOD + GRACE + dt.timedelta(minutes=10)
@@ -57,12 +58,12 @@ class Hour:
 def last_day(using: str, now: dt.datetime) -> list[Hour]:
     """Return the last 24 hours, oldest first. The last one is the current hour."""
     first = _first_hour(now)
-    hours = [Hour(first + dt.timedelta(hours=n)) for n in range(HOURS)]
+    hours = [Hour(first + n * _HOUR) for n in range(HOURS)]
     counted, open_since = _remembered(using, first)
     found = Counter(counted)
     found.update(_not_remembered(using, open_since, now))
     for (start, series), count in found.items():
-        index = int((start - first).total_seconds() // 3600)
+        index = (start - first) // _HOUR
         if 0 <= index < HOURS:
             hours[index].counts[series] += count
     return hours
@@ -117,10 +118,8 @@ def remember(using: str, now: dt.datetime) -> None:
 
 
 def _first_hour(now: dt.datetime) -> dt.datetime:
-    this_hour = now.astimezone(dt.timezone.utc).replace(
-        minute=0, second=0, microsecond=0
-    )
-    return this_hour - dt.timedelta(hours=HOURS - 1)
+    now = now.astimezone(dt.timezone.utc)
+    return now - (now - _EPOCH) % _HOUR - (HOURS - 1) * _HOUR
 
 
 def _remembered(
@@ -156,7 +155,7 @@ def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.dateti
     """
     active: Any = (
         PeriodCount.objects.using(using)
-        .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)
+        .filter(start__gte=now - HOURS * _HOUR, count__gt=0)
         .values("series", "place")
         .annotate(last=Max("start"))
         .values_list("series", "place", "last")
@@ -192,17 +191,13 @@ def _rows(using: str, series: str, since: dt.datetime) -> tuple[Any, str]:
     if series == "processed":
         # By columns with an index: one of `processed_at` would cost each message its
         # HOT update. A message that was processed within an hour has no `late_at`.
-        hour = since - dt.timedelta(hours=1)
+        hour = since - _HOUR
         rows = rows.filter(Q(last_received_at__gte=hour) | Q(late_at__gte=hour))
     return rows.order_by().values(place=F(place)), column
 
 
 def _period(instant: dt.datetime) -> dt.datetime:
-    return instant - dt.timedelta(
-        minutes=instant.minute % (PERIOD.seconds // 60),
-        seconds=instant.second,
-        microseconds=instant.microsecond,
-    )
+    return instant - (instant - _EPOCH) % PERIOD
 
 
 class Charts(TimeLoop):

@@ -88,39 +88,19 @@ class Kind:
 
 def kinds() -> list[Kind]:
     """Return the tables to prune, each with its retention in days from the settings."""
-    keep = conf.get().RETENTION
+    keep, stale = conf.get().RETENTION, control_message.KEPT / 86_400
     return [
-        Kind(
-            "outbox messages",
-            OutboxMessage,
-            keep.OUTBOX,
-            outbox.SETTLED,
-            clock="created_at",
-        ),
-        Kind(
-            "inbox messages",
-            InboxMessage,
-            keep.INBOX,
-            inbox.SETTLED,
-            clock="first_received_at",
-        ),
+        Kind("outbox messages", OutboxMessage, keep.OUTBOX, outbox.SETTLED, _CREATED),
+        Kind("inbox messages", InboxMessage, keep.INBOX, inbox.SETTLED, _RECEIVED),
         # Like the inbox, they record what was done.
-        Kind("task runs", TaskRun, keep.INBOX, _old, clock="created_at"),
+        Kind("task runs", TaskRun, keep.INBOX, _old, _CREATED),
         Kind("dead letters", DeadLetter, keep.DEAD_LETTERS, dead_letters.SETTLED),
-        Kind(
-            "idempotency keys", IdempotencyKey, keep.IDEMPOTENCY, _old, by="created_at"
-        ),
+        Kind("idempotency keys", IdempotencyKey, keep.IDEMPOTENCY, _old, by=_CREATED),
         Kind("batches of runs", Batch, keep.FLOWS, _before("run__ended_at")),
         Kind("runs of flows", Run, keep.FLOWS, flows.ENDED, by="ended_at"),
         # They record the outcome of the transactions that filled the outbox.
-        Kind("session records", SessionRecord, keep.OUTBOX, _old, by="created_at"),
-        Kind(
-            "stale control messages",
-            QueueMessage,
-            control_message.KEPT / 86_400,
-            _of_no_use,
-            clock="enqueued_at",
-        ),
+        Kind("session records", SessionRecord, keep.OUTBOX, _old, by=_CREATED),
+        Kind("stale control messages", QueueMessage, stale, _of_no_use, "enqueued_at"),
         # The inboxes of this service forget what it has sent after the same time.
         Kind("key tails", KeyTail, keep.INBOX, _old_tail),
         Kind("rate lines", RateLine, keep.INBOX, _old_line),
@@ -225,7 +205,8 @@ def _before(column: str) -> Callable[[dt.datetime], Q]:
     return lambda cutoff: Q(**{f"{column}__lt": cutoff})
 
 
-_old = _before("created_at")
+_CREATED, _RECEIVED = "created_at", "first_received_at"
+_old = _before(_CREATED)
 
 
 def _of_no_use(cutoff: dt.datetime) -> Q:

@@ -80,16 +80,11 @@ def capped(count: int | None, cap: int = CAP) -> str:
 
 def total(parts: Iterable[Waiting]) -> Waiting:
     """Return the sum of the counts of several places."""
-    summed = Waiting()
-    for part in parts:
-        summed.count += part.count
-        summed.due += part.due
-        summed.overdue += part.overdue
-        summed.in_flight += part.in_flight
-        summed.retried += part.retried
-        summed.for_rate += part.for_rate
-        oldest = [one for one in (summed.oldest_due, part.oldest_due) if one]
-        summed.oldest_due = min(oldest, default=None)
+    parts = list(parts)
+    oldest = (part.oldest_due for part in parts if part.oldest_due)
+    summed = Waiting(oldest_due=min(oldest, default=None))
+    for name in ("count", "due", "overdue", "in_flight", "retried", "for_rate"):
+        setattr(summed, name, sum(getattr(part, name) for part in parts))
     return summed
 
 
