@@ -251,9 +251,8 @@ def finish(
         if operation.state != BulkState.RUNNING or time.monotonic() > deadline:
             break
         if handled is None:
-            threading.Event().wait(
-                0.05
-            )  # the rate says not yet, or another worker has the batch, or a message
+            # The rate says not yet, or another worker has the batch, or a message.
+            threading.Event().wait(0.05)
     return operation
 
 
@@ -325,7 +324,9 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
         )  # fmt: skip
         return 0
     tally = Tally()
-    _doing(operation.kind)(operation, batch, tally, using)
+    kind = operation.kind
+    do = _PROVIDED[kind][1] if kind in _PROVIDED else getattr(resolution, kind)
+    do(operation, batch, tally, using)
     remembered = dict(operation.skipped_why)
     for pk, why in list(tally.skipped.items())[: REMEMBERED - len(remembered)]:
         remembered[str(pk)] = why
@@ -386,15 +387,6 @@ _NEEDED = (
     "message_id", "stage", "broker", "destination", "headers", "deaths", "reason",
     "resolution",
 )  # fmt: skip
-
-
-def _doing(kind: str) -> Do:
-    """Return the function that handles a batch of an operation of this kind."""
-    if kind in _PROVIDED:
-        return _PROVIDED[kind][1]
-    if kind == BulkKind.REDELIVER:
-        return resolution.redeliver
-    return resolution.discard if kind == BulkKind.DISCARD else resolution.restore
 
 
 def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
