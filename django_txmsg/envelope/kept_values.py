@@ -196,21 +196,12 @@ _MISSING = object()
 _ATOMS = frozenset({str, int, bool, bytes, uuid.UUID, dt.date, dt.timedelta})
 #: The types of JSON itself and of Python's built-ins.
 _PLAIN: dict[type, Comparison] = {
-    str: _equal,
-    int: _equal,
+    **dict.fromkeys(_ATOMS, _equal),
     float: _same_number,
-    bytes: _equal,
     decimal.Decimal: _same_decimal,
-    uuid.UUID: _equal,
-    dt.datetime: _same_time,
-    dt.date: _equal,
-    dt.time: _same_time,
-    dt.timedelta: _equal,
+    **dict.fromkeys((dt.datetime, dt.time), _same_time),
     dict: _same_entries,
-    list: _same_items,
-    tuple: _same_items,
-    deque: _same_items,
-    set: _same_elements,
-    frozenset: _same_elements,
+    **dict.fromkeys((list, tuple, deque), _same_items),
+    **dict.fromkeys((set, frozenset), _same_elements),
 }
 _known = dict(_PLAIN)

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -109,11 +109,7 @@ class Message:
     def __reduce__(self) -> Any:
         values = {name: getattr(self, name) for name in self.__slots__}
         values["headers"] = dict(self.headers)
-        return _rebuild, (values,)
-
-
-def _rebuild(values: dict[str, Any]) -> Message:
-    return Message(**values)
+        return partial(Message, **values), ()
 
 
 def check_destination(destination: object) -> str:

@@ -247,10 +247,10 @@ def _fingerprint(request: HttpRequest) -> str:
         digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)
 
-    add((request.method or "").encode())
-    add(request.get_host().encode())
-    add(request.get_full_path().encode())
-    add(request.headers.get("Content-Type", "").partition(";")[0].strip().encode())
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip()
+    host, path = request.get_host(), request.get_full_path()
+    for text in (request.method or "", host, path, kind):
+        add(text.encode())
     if request.content_type != "multipart/form-data":
         add(request.body)
         return digest.hexdigest()
