@@ -114,12 +114,11 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("fingerprint", models.CharField(max_length=64, unique=True)),
-                ("note", models.TextField(blank=True, default="")),
+                ("note", models.TextField(default="")),
                 ("muted", models.BooleanField(default=False)),
                 (
                     "muted_until",
                     models.DateTimeField(
-                        blank=True,
                         help_text="When the mute ends; empty: never.",
                         null=True,
                     ),
@@ -127,12 +126,11 @@ class Migration(migrations.Migration):
                 (
                     "muted_above",
                     models.PositiveIntegerField(
-                        blank=True,
                         help_text="The mute does not apply while more dead letters are open.",
                         null=True,
                     ),
                 ),
-                ("noted_by", models.CharField(blank=True, default="", max_length=255)),
+                ("noted_by", models.CharField(default="", max_length=255)),
                 (
                     "noted_at",
                     models.DateTimeField(
@@ -154,16 +152,15 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("stage", models.CharField(max_length=255, unique=True)),
-                ("paused_at", models.DateTimeField(blank=True, null=True)),
-                ("paused_by", models.CharField(blank=True, default="", max_length=255)),
+                ("paused_at", models.DateTimeField(null=True)),
+                ("paused_by", models.CharField(default="", max_length=255)),
                 (
                     "paused_why",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 (
                     "ordered_since",
                     models.DateTimeField(
-                        blank=True,
                         help_text="Since when the stage is ordered in this database.",
                         null=True,
                     ),
@@ -171,7 +168,6 @@ class Migration(migrations.Migration):
                 (
                     "full_since",
                     models.DateTimeField(
-                        blank=True,
                         help_text="Since when it receives nothing, because too many messages wait.",
                         null=True,
                     ),
@@ -179,19 +175,16 @@ class Migration(migrations.Migration):
                 (
                     "rate",
                     models.CharField(
-                        blank=True,
                         db_default="",
                         default="",
                         help_text="The rate that an operator has set, while it holds.",
                         max_length=32,
                     ),
                 ),
-                ("rate_until", models.DateTimeField(blank=True, null=True)),
+                ("rate_until", models.DateTimeField(null=True)),
                 (
                     "rate_by",
-                    models.CharField(
-                        blank=True, db_default="", default="", max_length=255
-                    ),
+                    models.CharField(db_default="", default="", max_length=255),
                 ),
             ],
             options={
@@ -239,14 +232,14 @@ class Migration(migrations.Migration):
                 ),
                 ("message_id", models.UUIDField(unique=True)),
                 ("workers", models.JSONField(default=list)),
-                ("result", models.JSONField(blank=True, null=True)),
+                ("result", models.JSONField(null=True)),
                 (
                     "created_at",
                     models.DateTimeField(
                         db_default=django.db.models.functions.datetime.Now()
                     ),
                 ),
-                ("finished_at", models.DateTimeField(blank=True, null=True)),
+                ("finished_at", models.DateTimeField(null=True)),
             ],
             options={
                 "verbose_name": "task run",
@@ -268,23 +261,18 @@ class Migration(migrations.Migration):
                 ("kind", models.CharField(max_length=16)),
                 (
                     "service",
-                    models.CharField(
-                        blank=True, db_default="", default="", max_length=255
-                    ),
+                    models.CharField(db_default="", default="", max_length=255),
                 ),
                 (
                     "version",
-                    models.CharField(
-                        blank=True, db_default="", default="", max_length=255
-                    ),
+                    models.CharField(db_default="", default="", max_length=255),
                 ),
                 ("host", models.CharField(max_length=255)),
                 ("pid", models.PositiveIntegerField()),
-                ("stages", models.JSONField(blank=True, default=list)),
+                ("stages", models.JSONField(default=list)),
                 (
                     "outages",
                     models.JSONField(
-                        blank=True,
                         db_default=models.Value([], output_field=models.JSONField()),
                         default=list,
                         help_text="What the process cannot use: brokers, destinations, subscriptions, databases, each with the error.",
@@ -293,7 +281,6 @@ class Migration(migrations.Migration):
                 (
                     "running",
                     models.JSONField(
-                        blank=True,
                         db_default=models.Value([], output_field=models.JSONField()),
                         default=list,
                         help_text="What handlers of the process were processing at the heartbeat.",
@@ -337,24 +324,23 @@ class Migration(migrations.Migration):
                 ("service", models.CharField(max_length=255)),
                 ("name", models.CharField(max_length=255)),
                 ("kind", models.CharField(max_length=32)),
-                ("text", models.TextField(blank=True, default="")),
+                ("text", models.TextField(default="")),
                 (
                     "since",
                     models.DateTimeField(
                         db_default=django.db.models.functions.datetime.Now()
                     ),
                 ),
-                ("ended_at", models.DateTimeField(blank=True, null=True)),
+                ("ended_at", models.DateTimeField(null=True)),
                 (
                     "delivered",
                     models.CharField(
-                        blank=True,
                         default="",
                         help_text="What its receivers know.",
                         max_length=16,
                     ),
                 ),
-                ("lease_until", models.DateTimeField(blank=True, null=True)),
+                ("lease_until", models.DateTimeField(null=True)),
             ],
             options={
                 "constraints": [
@@ -381,7 +367,7 @@ class Migration(migrations.Migration):
                 ("message_id", models.UUIDField()),
                 ("stage", models.CharField(max_length=255)),
                 ("number", models.PositiveIntegerField()),
-                ("worker", models.CharField(blank=True, default="", max_length=255)),
+                ("worker", models.CharField(default="", max_length=255)),
                 (
                     "failed_at",
                     models.DateTimeField(
@@ -390,13 +376,13 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "duration",
-                    models.FloatField(blank=True, help_text="seconds", null=True),
+                    models.FloatField(help_text="seconds", null=True),
                 ),
-                ("exception", models.TextField(blank=True, default="")),
-                ("traceback", models.TextField(blank=True, default="")),
+                ("exception", models.TextField(default="")),
+                ("traceback", models.TextField(default="")),
                 (
                     "fingerprint",
-                    models.CharField(blank=True, default="", max_length=64),
+                    models.CharField(default="", max_length=64),
                 ),
             ],
             options={
@@ -433,12 +419,11 @@ class Migration(migrations.Migration):
                 ),
                 ("filter", models.JSONField(default=dict)),
                 ("force", models.BooleanField(default=False)),
-                ("by", models.CharField(blank=True, default="", max_length=255)),
-                ("why", models.CharField(blank=True, default="", max_length=255)),
+                ("by", models.CharField(default="", max_length=255)),
+                ("why", models.CharField(default="", max_length=255)),
                 (
                     "rate",
                     models.FloatField(
-                        blank=True,
                         help_text="Messages a second at most; empty: no limit.",
                         null=True,
                     ),
@@ -446,7 +431,6 @@ class Migration(migrations.Migration):
                 (
                     "tolerates",
                     models.PositiveIntegerField(
-                        blank=True,
                         help_text="If given, one message goes first, and the operation stops itself when more than this many have died again.",
                         null=True,
                     ),
@@ -454,7 +438,6 @@ class Migration(migrations.Migration):
                 (
                     "watched",
                     models.JSONField(
-                        blank=True,
                         db_default=models.Value([], output_field=models.JSONField()),
                         default=list,
                         help_text="The dead letters whose outcome the next batch waits for.",
@@ -462,7 +445,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "stopped_why",
-                    models.TextField(blank=True, db_default="", default=""),
+                    models.TextField(db_default="", default=""),
                 ),
                 ("total", models.PositiveIntegerField(default=0)),
                 ("done", models.PositiveIntegerField(default=0)),
@@ -470,7 +453,6 @@ class Migration(migrations.Migration):
                 (
                     "skipped_why",
                     models.JSONField(
-                        blank=True,
                         default=dict,
                         help_text="The first skipped ones, with the reason.",
                     ),
@@ -510,8 +492,8 @@ class Migration(migrations.Migration):
                         db_default=django.db.models.functions.datetime.Now()
                     ),
                 ),
-                ("finished_at", models.DateTimeField(blank=True, null=True)),
-                ("last_error", models.TextField(blank=True, default="")),
+                ("finished_at", models.DateTimeField(null=True)),
+                ("last_error", models.TextField(default="")),
             ],
             options={
                 "verbose_name": "bulk operation",
@@ -548,7 +530,6 @@ class Migration(migrations.Migration):
                 (
                     "count",
                     models.BigIntegerField(
-                        blank=True,
                         help_text="How many the operator was shown.",
                         null=True,
                     ),
@@ -556,7 +537,6 @@ class Migration(migrations.Migration):
                 (
                     "operation",
                     models.ForeignKey(
-                        blank=True,
                         help_text="The bulk operation, which counts how many are done.",
                         null=True,
                         on_delete=django.db.models.deletion.SET_NULL,
@@ -584,25 +564,25 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("message_id", models.UUIDField()),
-                ("stage", models.CharField(blank=True, default="", max_length=255)),
+                ("stage", models.CharField(default="", max_length=255)),
                 ("broker", models.CharField(default="default", max_length=64)),
                 ("destination", models.CharField(max_length=255)),
                 (
                     "correlation_id",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 ("headers", models.JSONField(default=dict)),
                 (
                     "content_type",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 ("body", models.BinaryField()),
                 ("reason", models.CharField(max_length=64)),
-                ("exception", models.TextField(blank=True, default="")),
-                ("traceback", models.TextField(blank=True, default="")),
+                ("exception", models.TextField(default="")),
+                ("traceback", models.TextField(default="")),
                 (
                     "fingerprint",
-                    models.CharField(blank=True, default="", max_length=64),
+                    models.CharField(default="", max_length=64),
                 ),
                 ("attempts", models.PositiveIntegerField(default=0)),
                 (
@@ -612,7 +592,7 @@ class Migration(migrations.Migration):
                         help_text="How often this message died at this stage.",
                     ),
                 ),
-                ("message_created_at", models.DateTimeField(blank=True, null=True)),
+                ("message_created_at", models.DateTimeField(null=True)),
                 (
                     "created_at",
                     models.DateTimeField(
@@ -632,15 +612,14 @@ class Migration(migrations.Migration):
                         max_length=16,
                     ),
                 ),
-                ("resolved_at", models.DateTimeField(blank=True, null=True)),
+                ("resolved_at", models.DateTimeField(null=True)),
                 (
                     "resolved_by",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 (
                     "replaced_by",
                     models.UUIDField(
-                        blank=True,
                         help_text="The id of the copy that was sent instead.",
                         null=True,
                     ),
@@ -648,7 +627,6 @@ class Migration(migrations.Migration):
                 (
                     "operation",
                     models.BigIntegerField(
-                        blank=True,
                         help_text="The last bulk operation that redelivered, discarded or restored it.",
                         null=True,
                     ),
@@ -753,13 +731,12 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "status_code",
-                    models.PositiveSmallIntegerField(blank=True, null=True),
+                    models.PositiveSmallIntegerField(null=True),
                 ),
                 ("headers", models.JSONField(default=list)),
                 (
                     "body",
                     models.BinaryField(
-                        blank=True,
                         help_text="Empty for a streaming response.",
                         null=True,
                     ),
@@ -767,7 +744,6 @@ class Migration(migrations.Migration):
                 (
                     "session_id",
                     models.UUIDField(
-                        blank=True,
                         help_text="The session under which its messages are stored.",
                         null=True,
                     ),
@@ -808,12 +784,11 @@ class Migration(migrations.Migration):
                 ("destination", models.CharField(max_length=255)),
                 (
                     "correlation_id",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 (
                     "service",
                     models.CharField(
-                        blank=True,
                         default="",
                         help_text="The service that sent the message.",
                         max_length=255,
@@ -822,7 +797,6 @@ class Migration(migrations.Migration):
                 (
                     "created_at",
                     models.DateTimeField(
-                        blank=True,
                         help_text="When its sender stored the message.",
                         null=True,
                     ),
@@ -849,23 +823,21 @@ class Migration(migrations.Migration):
                 (
                     "started_at",
                     models.DateTimeField(
-                        blank=True, help_text="When the last attempt began.", null=True
+                        help_text="When the last attempt began.", null=True
                     ),
                 ),
-                ("processed_at", models.DateTimeField(blank=True, null=True)),
+                ("processed_at", models.DateTimeField(null=True)),
                 (
                     "late_at",
                     models.DateTimeField(
-                        blank=True,
                         help_text="When it was processed, if more than an hour after its receipt.",
                         null=True,
                     ),
                 ),
-                ("dead_at", models.DateTimeField(blank=True, null=True)),
+                ("dead_at", models.DateTimeField(null=True)),
                 (
                     "revoked_at",
                     models.DateTimeField(
-                        blank=True,
                         help_text="When the flow that asked for it revoked it; it is never processed.",
                         null=True,
                     ),
@@ -873,20 +845,18 @@ class Migration(migrations.Migration):
                 (
                     "due_at",
                     models.DateTimeField(
-                        blank=True,
                         help_text="Parked until then; empty: not parked.",
                         null=True,
                     ),
                 ),
-                ("lease_until", models.DateTimeField(blank=True, null=True)),
-                ("lease_token", models.UUIDField(blank=True, null=True)),
-                ("headers", models.JSONField(blank=True, null=True)),
-                ("body", models.BinaryField(blank=True, null=True)),
-                ("last_error", models.TextField(blank=True, default="")),
+                ("lease_until", models.DateTimeField(null=True)),
+                ("lease_token", models.UUIDField(null=True)),
+                ("headers", models.JSONField(null=True)),
+                ("body", models.BinaryField(null=True)),
+                ("last_error", models.TextField(default="")),
                 (
                     "needs_type",
                     models.CharField(
-                        blank=True,
                         db_default="",
                         help_text="The message type that the parking code could not read.",
                         max_length=255,
@@ -895,7 +865,6 @@ class Migration(migrations.Migration):
                 (
                     "needs_version",
                     models.PositiveIntegerField(
-                        blank=True,
                         help_text="The oldest version of the code that can read it.",
                         null=True,
                     ),
@@ -903,7 +872,6 @@ class Migration(migrations.Migration):
                 (
                     "key",
                     models.CharField(
-                        blank=True,
                         db_default="",
                         help_text="The key of a message that waits at an ordered stage.",
                         max_length=255,
@@ -912,16 +880,14 @@ class Migration(migrations.Migration):
                 (
                     "waits_for",
                     models.UUIDField(
-                        blank=True,
                         help_text="The predecessor in the order of its key.",
                         null=True,
                     ),
                 ),
-                ("waits_since", models.DateTimeField(blank=True, null=True)),
+                ("waits_since", models.DateTimeField(null=True)),
                 (
                     "after_at",
                     models.DateTimeField(
-                        blank=True,
                         help_text="The predecessor's place in the order of its key.",
                         null=True,
                     ),
@@ -929,7 +895,6 @@ class Migration(migrations.Migration):
                 (
                     "slot",
                     models.BigIntegerField(
-                        blank=True,
                         help_text="The slot that it waits for, at a stage with a rate.",
                         null=True,
                     ),
@@ -1030,8 +995,8 @@ class Migration(migrations.Migration):
                     "last_at",
                     models.BigIntegerField(help_text="In microseconds since 1970."),
                 ),
-                ("previous_id", models.UUIDField(blank=True, null=True)),
-                ("previous_at", models.BigIntegerField(blank=True, null=True)),
+                ("previous_id", models.UUIDField(null=True)),
+                ("previous_at", models.BigIntegerField(null=True)),
             ],
             options={
                 "verbose_name": "key tail",
@@ -1058,7 +1023,6 @@ class Migration(migrations.Migration):
                 (
                     "replay_id",
                     models.CharField(
-                        blank=True,
                         default="",
                         help_text="Why this id was stored again: a redelivery, or a replay.",
                         max_length=64,
@@ -1067,7 +1031,6 @@ class Migration(migrations.Migration):
                 (
                     "service",
                     models.CharField(
-                        blank=True,
                         db_default="",
                         default="",
                         help_text="The service that stored this message, and whose relay sends it. Empty: stored by an earlier release, any relay sends it.",
@@ -1076,15 +1039,14 @@ class Migration(migrations.Migration):
                 ),
                 ("broker", models.CharField(default="default", max_length=64)),
                 ("destination", models.CharField(max_length=255)),
-                ("key", models.CharField(blank=True, default="", max_length=255)),
+                ("key", models.CharField(default="", max_length=255)),
                 (
                     "correlation_id",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 (
                     "session_id",
                     models.UUIDField(
-                        blank=True,
                         help_text="The HTTP session or the stage's run that stored this message.",
                         null=True,
                     ),
@@ -1104,17 +1066,16 @@ class Migration(migrations.Migration):
                         db_default=django.db.models.functions.datetime.Now()
                     ),
                 ),
-                ("expires_at", models.DateTimeField(blank=True, null=True)),
+                ("expires_at", models.DateTimeField(null=True)),
                 ("attempts", models.PositiveIntegerField(default=0)),
-                ("lease_until", models.DateTimeField(blank=True, null=True)),
-                ("lease_token", models.UUIDField(blank=True, null=True)),
-                ("last_error", models.TextField(blank=True, default="")),
-                ("dispatched_at", models.DateTimeField(blank=True, null=True)),
-                ("dead_at", models.DateTimeField(blank=True, null=True)),
+                ("lease_until", models.DateTimeField(null=True)),
+                ("lease_token", models.UUIDField(null=True)),
+                ("last_error", models.TextField(default="")),
+                ("dispatched_at", models.DateTimeField(null=True)),
+                ("dead_at", models.DateTimeField(null=True)),
                 (
                     "cancelled_at",
                     models.DateTimeField(
-                        blank=True,
                         help_text="When it was cancelled; it is dead from then on.",
                         null=True,
                     ),
@@ -1122,7 +1083,6 @@ class Migration(migrations.Migration):
                 (
                     "linked_at",
                     models.DateTimeField(
-                        blank=True,
                         help_text="When it got its place in the order of its key.",
                         null=True,
                     ),
@@ -1130,7 +1090,6 @@ class Migration(migrations.Migration):
                 (
                     "unique_key",
                     models.CharField(
-                        blank=True,
                         help_text="Held by this message until a relay claims it, or longer.",
                         max_length=255,
                         null=True,
@@ -1289,7 +1248,7 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("deliveries", models.PositiveIntegerField(default=0)),
-                ("lease_token", models.UUIDField(blank=True, null=True)),
+                ("lease_token", models.UUIDField(null=True)),
                 (
                     "priority",
                     models.SmallIntegerField(
@@ -1395,7 +1354,7 @@ class Migration(migrations.Migration):
                 ),
                 ("service", models.CharField(max_length=100)),
                 ("flow", models.CharField(max_length=200)),
-                ("key", models.CharField(blank=True, default="", max_length=255)),
+                ("key", models.CharField(default="", max_length=255)),
                 (
                     "version",
                     models.PositiveIntegerField(help_text="The version of its state."),
@@ -1410,7 +1369,6 @@ class Migration(migrations.Migration):
                 (
                     "reads",
                     models.TextField(
-                        blank=True,
                         default="",
                         help_text="The types and versions that the step took when the run began to wait, one a line.",
                     ),
@@ -1418,7 +1376,6 @@ class Migration(migrations.Migration):
                 (
                     "otherwise",
                     models.CharField(
-                        blank=True,
                         default="",
                         help_text="The step that runs if the deadline passes or the request is dead.",
                         max_length=200,
@@ -1427,7 +1384,6 @@ class Migration(migrations.Migration):
                 (
                     "turn",
                     models.UUIDField(
-                        blank=True,
                         help_text="The token of the message that continues the run.",
                         null=True,
                     ),
@@ -1435,7 +1391,6 @@ class Migration(migrations.Migration):
                 (
                     "waits_for",
                     models.CharField(
-                        blank=True,
                         choices=[
                             ("start", "its first step"),
                             ("answer", "an answer"),
@@ -1453,13 +1408,12 @@ class Migration(migrations.Migration):
                 (
                     "asked",
                     models.CharField(
-                        blank=True,
                         default="",
                         help_text="The destination of its request.",
                         max_length=255,
                     ),
                 ),
-                ("request_id", models.UUIDField(blank=True, null=True)),
+                ("request_id", models.UUIDField(null=True)),
                 (
                     "since",
                     models.DateTimeField(
@@ -1469,13 +1423,12 @@ class Migration(migrations.Migration):
                 (
                     "due_at",
                     models.DateTimeField(
-                        blank=True, help_text="The deadline of its wait.", null=True
+                        help_text="The deadline of its wait.", null=True
                     ),
                 ),
                 (
                     "resumed_at",
                     models.DateTimeField(
-                        blank=True,
                         help_text="When a call of resume() for it was stored.",
                         null=True,
                     ),
@@ -1495,20 +1448,18 @@ class Migration(migrations.Migration):
                 (
                     "kept_undos",
                     models.PositiveIntegerField(
-                        blank=True,
                         help_text="While the run goes back to a step: how many of its undos, the oldest, stay registered. The answer is then the argument of that step.",
                         null=True,
                     ),
                 ),
-                ("answer", models.TextField(blank=True, default="", help_text="JSON.")),
+                ("answer", models.TextField(default="", help_text="JSON.")),
                 (
                     "answer_type",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 (
                     "outcome",
                     models.CharField(
-                        blank=True,
                         choices=[
                             ("", "open"),
                             ("answered", "answered"),
@@ -1522,7 +1473,6 @@ class Migration(migrations.Migration):
                 (
                     "caller",
                     models.JSONField(
-                        blank=True,
                         default=dict,
                         help_text="The caller's headers, by which the answer reaches the caller.",
                     ),
@@ -1532,10 +1482,10 @@ class Migration(migrations.Migration):
                     models.UUIDField(help_text="The first run of the conversation."),
                 ),
                 ("hop", models.PositiveIntegerField(default=0)),
-                ("baggage", models.JSONField(blank=True, default=dict)),
+                ("baggage", models.JSONField(default=dict)),
                 (
                     "correlation_id",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 (
                     "created_at",
@@ -1543,7 +1493,7 @@ class Migration(migrations.Migration):
                         db_default=django.db.models.functions.datetime.Now()
                     ),
                 ),
-                ("ended_at", models.DateTimeField(blank=True, null=True)),
+                ("ended_at", models.DateTimeField(null=True)),
             ],
             options={
                 "verbose_name": "run of a flow",
@@ -1634,7 +1584,6 @@ class Migration(migrations.Migration):
                 (
                     "then",
                     models.CharField(
-                        blank=True,
                         default="",
                         help_text="What the run waits for next.",
                         max_length=300,
@@ -1733,7 +1682,6 @@ class Migration(migrations.Migration):
                 (
                     "timing",
                     models.CharField(
-                        blank=True,
                         default="",
                         help_text="The expression and time zone of the last tick.",
                         max_length=255,
@@ -1754,16 +1702,15 @@ class Migration(migrations.Migration):
                 (
                     "made",
                     models.JSONField(
-                        blank=True,
                         help_text="The arguments of a message that was made at run time.",
                         null=True,
                     ),
                 ),
-                ("paused_at", models.DateTimeField(blank=True, null=True)),
-                ("paused_by", models.CharField(blank=True, default="", max_length=255)),
+                ("paused_at", models.DateTimeField(null=True)),
+                ("paused_by", models.CharField(default="", max_length=255)),
                 (
                     "paused_why",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
             ],
             options={
@@ -1822,11 +1769,11 @@ class Migration(migrations.Migration):
                 ("answer", models.BinaryField(default=b"")),
                 (
                     "content_type",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 (
                     "answer_type",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 (
                     "failed",
@@ -1841,7 +1788,7 @@ class Migration(migrations.Migration):
                         help_text="Whether the batch has ended without its answer.",
                     ),
                 ),
-                ("answered_at", models.DateTimeField(blank=True, null=True)),
+                ("answered_at", models.DateTimeField(null=True)),
                 (
                     "batch",
                     models.ForeignKey(
@@ -1889,11 +1836,10 @@ class Migration(migrations.Migration):
                 ("number", models.PositiveIntegerField()),
                 ("destination", models.CharField(max_length=255)),
                 ("body", models.BinaryField()),
-                ("body_type", models.CharField(blank=True, default="", max_length=255)),
+                ("body_type", models.CharField(default="", max_length=255)),
                 (
                     "request_id",
                     models.UUIDField(
-                        blank=True,
                         help_text="The request that it undoes; empty: a step's own work.",
                         null=True,
                     ),
@@ -1918,7 +1864,7 @@ class Migration(migrations.Migration):
                         help_text="Whether the answer to the request has come.",
                     ),
                 ),
-                ("confirmed_at", models.DateTimeField(blank=True, null=True)),
+                ("confirmed_at", models.DateTimeField(null=True)),
                 (
                     "run",
                     models.ForeignKey(

@@ -32,15 +32,15 @@ class Branch(models.Model):
     destination = models.CharField(max_length=255)
     request_id = models.UUIDField(help_text="The id of its message.")
     answer = models.BinaryField(default=b"")
-    content_type = models.CharField(max_length=255, default="", blank=True)
-    answer_type = models.CharField(max_length=255, default="", blank=True)
+    content_type = models.CharField(max_length=255, default="")
+    answer_type = models.CharField(max_length=255, default="")
     failed = models.BooleanField(
         default=False, help_text="Whether its request was given up."
     )
     left = models.BooleanField(
         default=False, help_text="Whether the batch has ended without its answer."
     )
-    answered_at = models.DateTimeField(null=True, blank=True)
+    answered_at = models.DateTimeField(null=True)
 
     objects: models.Manager[Branch] = models.Manager()
 

@@ -75,29 +75,27 @@ class BulkOperation(models.Model):
     kind = models.CharField(max_length=16, choices=BulkKind.choices)
     filter = models.JSONField(default=dict)
     force = models.BooleanField(default=False)
-    by = models.CharField(max_length=255, default="", blank=True)
-    why = models.CharField(max_length=255, default="", blank=True)
+    by = models.CharField(max_length=255, default="")
+    why = models.CharField(max_length=255, default="")
     rate = models.FloatField(
-        null=True, blank=True, help_text="Messages a second at most; empty: no limit."
+        null=True, help_text="Messages a second at most; empty: no limit."
     )
     tolerates = models.PositiveIntegerField(
         null=True,
-        blank=True,
         help_text="If given, one message goes first, and the operation stops itself "
         "when more than this many have died again.",
     )
     watched = models.JSONField(
         default=list,
         db_default=models.Value([], output_field=models.JSONField()),
-        blank=True,
         help_text="The dead letters whose outcome the next batch waits for.",
     )
-    stopped_why = models.TextField(default="", db_default="", blank=True)
+    stopped_why = models.TextField(default="", db_default="")
     total = models.PositiveIntegerField(default=0)
     done = models.PositiveIntegerField(default=0)
     skipped = models.PositiveIntegerField(default=0)
     skipped_why = models.JSONField(
-        default=dict, blank=True, help_text="The first skipped ones, with the reason."
+        default=dict, help_text="The first skipped ones, with the reason."
     )
     cursor = models.BigIntegerField(default=0)
     up_to = models.BigIntegerField(default=0)
@@ -110,8 +108,8 @@ class BulkOperation(models.Model):
         db_default=Now(), help_text="The earliest time of the next batch."
     )
     changed_at = models.DateTimeField(db_default=Now())
-    finished_at = models.DateTimeField(null=True, blank=True)
-    last_error = models.TextField(default="", blank=True)
+    finished_at = models.DateTimeField(null=True)
+    last_error = models.TextField(default="")
 
     objects = BulkManager()
 

@@ -85,17 +85,16 @@ class FailureNote(models.Model):
     """An operator's note about an error: a ticket, a cause, a plan."""
 
     fingerprint = models.CharField(max_length=64, unique=True)
-    note = models.TextField(default="", blank=True)
+    note = models.TextField(default="")
     muted = models.BooleanField(default=False)
     muted_until = models.DateTimeField(
-        null=True, blank=True, help_text="When the mute ends; empty: never."
+        null=True, help_text="When the mute ends; empty: never."
     )
     muted_above = models.PositiveIntegerField(
         null=True,
-        blank=True,
         help_text="The mute does not apply while more dead letters are open.",
     )
-    noted_by = models.CharField(max_length=255, default="", blank=True)
+    noted_by = models.CharField(max_length=255, default="")
     noted_at = models.DateTimeField(db_default=Now())
 
     objects = FailureNoteManager()
@@ -120,12 +119,12 @@ class Attempt(models.Model):
     message_id = models.UUIDField()
     stage = models.CharField(max_length=255)
     number = models.PositiveIntegerField()
-    worker = models.CharField(max_length=255, default="", blank=True)
+    worker = models.CharField(max_length=255, default="")
     failed_at = models.DateTimeField(db_default=Now())
-    duration = models.FloatField(null=True, blank=True, help_text="seconds")
-    exception = models.TextField(default="", blank=True)
-    traceback = models.TextField(default="", blank=True)
-    fingerprint = models.CharField(max_length=64, default="", blank=True)
+    duration = models.FloatField(null=True, help_text="seconds")
+    exception = models.TextField(default="")
+    traceback = models.TextField(default="")
+    fingerprint = models.CharField(max_length=64, default="")
 
     class Meta:
         indexes = [
@@ -226,34 +225,33 @@ class DeadLetter(models.Model):
     """
 
     message_id = models.UUIDField()
-    stage = models.CharField(max_length=255, default="", blank=True)
+    stage = models.CharField(max_length=255, default="")
     broker = models.CharField(max_length=64, default="default")
     destination = models.CharField(max_length=255)
-    correlation_id = models.CharField(max_length=255, default="", blank=True)
+    correlation_id = models.CharField(max_length=255, default="")
     headers = models.JSONField(default=dict)
-    content_type = models.CharField(max_length=255, default="", blank=True)
+    content_type = models.CharField(max_length=255, default="")
     body = models.BinaryField()
     reason = models.CharField(max_length=64)
-    exception = models.TextField(default="", blank=True)
-    traceback = models.TextField(default="", blank=True)
-    fingerprint = models.CharField(max_length=64, default="", blank=True)
+    exception = models.TextField(default="")
+    traceback = models.TextField(default="")
+    fingerprint = models.CharField(max_length=64, default="")
     attempts = models.PositiveIntegerField(default=0)
     deaths = models.PositiveIntegerField(
         default=1, help_text="How often this message died at this stage."
     )
-    message_created_at = models.DateTimeField(null=True, blank=True)
+    message_created_at = models.DateTimeField(null=True)
     created_at = models.DateTimeField(db_default=Now())
     resolution = models.CharField(
         max_length=16, choices=Resolution.choices, default=Resolution.OPEN
     )
-    resolved_at = models.DateTimeField(null=True, blank=True)
-    resolved_by = models.CharField(max_length=255, default="", blank=True)
+    resolved_at = models.DateTimeField(null=True)
+    resolved_by = models.CharField(max_length=255, default="")
     replaced_by = models.UUIDField(
-        null=True, blank=True, help_text="The id of the copy that was sent instead."
+        null=True, help_text="The id of the copy that was sent instead."
     )
     operation = models.BigIntegerField(
         null=True,
-        blank=True,
         help_text="The last bulk operation that redelivered, discarded or restored it.",
     )
 

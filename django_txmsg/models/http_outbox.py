@@ -108,14 +108,11 @@ class IdempotencyKey(models.Model):
         max_length=64,
         help_text="Digest of method, path and body: a key is for one request.",
     )
-    status_code = models.PositiveSmallIntegerField(null=True, blank=True)
+    status_code = models.PositiveSmallIntegerField(null=True)
     headers = models.JSONField(default=list)
-    body = models.BinaryField(
-        null=True, blank=True, help_text="Empty for a streaming response."
-    )
+    body = models.BinaryField(null=True, help_text="Empty for a streaming response.")
     session_id = models.UUIDField(
         null=True,
-        blank=True,
         help_text="The session under which its messages are stored.",
     )
     created_at = models.DateTimeField(db_default=Now())

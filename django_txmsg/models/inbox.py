@@ -616,15 +616,14 @@ class InboxMessage(models.Model):
     stage = models.CharField(max_length=255)
     message_id = models.UUIDField()
     destination = models.CharField(max_length=255)
-    correlation_id = models.CharField(max_length=255, default="", blank=True)
+    correlation_id = models.CharField(max_length=255, default="")
     service = models.CharField(
         max_length=255,
         default="",
-        blank=True,
         help_text="The service that sent the message.",
     )
     created_at = models.DateTimeField(
-        null=True, blank=True, help_text="When its sender stored the message."
+        null=True, help_text="When its sender stored the message."
     )
     deliveries = models.PositiveIntegerField(default=1)
     attempts = models.PositiveIntegerField(
@@ -633,57 +632,50 @@ class InboxMessage(models.Model):
     first_received_at = models.DateTimeField(db_default=Now())
     last_received_at = models.DateTimeField(db_default=Now())
     started_at = models.DateTimeField(
-        null=True, blank=True, help_text="When the last attempt began."
+        null=True, help_text="When the last attempt began."
     )
-    processed_at = models.DateTimeField(null=True, blank=True)
+    processed_at = models.DateTimeField(null=True)
     late_at = models.DateTimeField(
         null=True,
-        blank=True,
         help_text="When it was processed, if more than an hour after its receipt.",
     )
-    dead_at = models.DateTimeField(null=True, blank=True)
+    dead_at = models.DateTimeField(null=True)
     revoked_at = models.DateTimeField(
         null=True,
-        blank=True,
         help_text="When the flow that asked for it revoked it; it is never processed.",
     )
     due_at = models.DateTimeField(
-        null=True, blank=True, help_text="Parked until then; empty: not parked."
+        null=True, help_text="Parked until then; empty: not parked."
     )
-    lease_until = models.DateTimeField(null=True, blank=True)
-    lease_token = models.UUIDField(null=True, blank=True)
-    headers = models.JSONField(null=True, blank=True)
-    body = models.BinaryField(null=True, blank=True)
-    last_error = models.TextField(default="", blank=True)
+    lease_until = models.DateTimeField(null=True)
+    lease_token = models.UUIDField(null=True)
+    headers = models.JSONField(null=True)
+    body = models.BinaryField(null=True)
+    last_error = models.TextField(default="")
     needs_type = models.CharField(
         max_length=255,
         db_default="",
-        blank=True,
         help_text="The message type that the parking code could not read.",
     )
     needs_version = models.PositiveIntegerField(
         null=True,
-        blank=True,
         help_text="The oldest version of the code that can read it.",
     )
     key = models.CharField(
         max_length=255,
         db_default="",
-        blank=True,
         help_text="The key of a message that waits at an ordered stage.",
     )
     waits_for = models.UUIDField(
-        null=True, blank=True, help_text="The predecessor in the order of its key."
+        null=True, help_text="The predecessor in the order of its key."
     )
-    waits_since = models.DateTimeField(null=True, blank=True)
+    waits_since = models.DateTimeField(null=True)
     after_at = models.DateTimeField(
         null=True,
-        blank=True,
         help_text="The predecessor's place in the order of its key.",
     )
     slot = models.BigIntegerField(
         null=True,
-        blank=True,
         help_text="The slot that it waits for, at a stage with a rate.",
     )
 

@@ -75,8 +75,8 @@ class KeyTail(models.Model):
     key = models.CharField(max_length=255)
     last_id = models.UUIDField()
     last_at = models.BigIntegerField(help_text="In microseconds since 1970.")
-    previous_id = models.UUIDField(null=True, blank=True)
-    previous_at = models.BigIntegerField(null=True, blank=True)
+    previous_id = models.UUIDField(null=True)
+    previous_at = models.BigIntegerField(null=True)
 
     objects = KeyTailManager()
 

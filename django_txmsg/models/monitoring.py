@@ -80,13 +80,13 @@ class Alert(models.Model):
     service = models.CharField(max_length=255)
     name = models.CharField(max_length=255)
     kind = models.CharField(max_length=32)
-    text = models.TextField(default="", blank=True)
+    text = models.TextField(default="")
     since = models.DateTimeField(db_default=Now())
-    ended_at = models.DateTimeField(null=True, blank=True)
+    ended_at = models.DateTimeField(null=True)
     delivered = models.CharField(
-        max_length=16, default="", blank=True, help_text="What its receivers know."
+        max_length=16, default="", help_text="What its receivers know."
     )
-    lease_until = models.DateTimeField(null=True, blank=True)
+    lease_until = models.DateTimeField(null=True)
 
     objects = AlertManager()
 
@@ -223,13 +223,12 @@ class AuditEntry(models.Model):
     deed = models.CharField(max_length=16)
     text = models.TextField()
     count = models.BigIntegerField(
-        null=True, blank=True, help_text="How many the operator was shown."
+        null=True, help_text="How many the operator was shown."
     )
     operation = models.ForeignKey(
         "BulkOperation",
         on_delete=models.SET_NULL,
         null=True,
-        blank=True,
         related_name="+",
         help_text="The bulk operation, which counts how many are done.",
     )

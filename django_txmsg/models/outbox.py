@@ -198,24 +198,21 @@ class OutboxMessage(models.Model):
     replay_id = models.CharField(
         max_length=64,
         default="",
-        blank=True,
         help_text="Why this id was stored again: a redelivery, or a replay.",
     )
     service = models.CharField(
         max_length=100,
         default="",
         db_default="",
-        blank=True,
         help_text="The service that stored this message, and whose relay sends it. "
         "Empty: stored by an earlier release, any relay sends it.",
     )
     broker = models.CharField(max_length=64, default="default")
     destination = models.CharField(max_length=255)
-    key = models.CharField(max_length=255, default="", blank=True)
-    correlation_id = models.CharField(max_length=255, default="", blank=True)
+    key = models.CharField(max_length=255, default="")
+    correlation_id = models.CharField(max_length=255, default="")
     session_id = models.UUIDField(
         null=True,
-        blank=True,
         help_text="The HTTP session or the stage's run that stored this message.",
     )
     headers = models.JSONField(default=dict)
@@ -223,27 +220,24 @@ class OutboxMessage(models.Model):
     body = models.BinaryField()
     created_at = models.DateTimeField(db_default=Now())
     due_at = models.DateTimeField(db_default=Now())
-    expires_at = models.DateTimeField(null=True, blank=True)
+    expires_at = models.DateTimeField(null=True)
     attempts = models.PositiveIntegerField(default=0)
-    lease_until = models.DateTimeField(null=True, blank=True)
-    lease_token = models.UUIDField(null=True, blank=True)
-    last_error = models.TextField(default="", blank=True)
-    dispatched_at = models.DateTimeField(null=True, blank=True)
-    dead_at = models.DateTimeField(null=True, blank=True)
+    lease_until = models.DateTimeField(null=True)
+    lease_token = models.UUIDField(null=True)
+    last_error = models.TextField(default="")
+    dispatched_at = models.DateTimeField(null=True)
+    dead_at = models.DateTimeField(null=True)
     cancelled_at = models.DateTimeField(
         null=True,
-        blank=True,
         help_text="When it was cancelled; it is dead from then on.",
     )
     linked_at = models.DateTimeField(
         null=True,
-        blank=True,
         help_text="When it got its place in the order of its key.",
     )
     unique_key = models.CharField(  # noqa: DJ001 - most rows have none, and no entry
         max_length=255,
         null=True,
-        blank=True,
         help_text="Held by this message until a relay claims it, or longer.",
     )
     unique_until_processed = models.BooleanField(

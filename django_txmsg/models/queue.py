@@ -155,7 +155,7 @@ class QueueMessage(models.Model):
     enqueued_at = models.DateTimeField(db_default=Now())
     available_at = models.DateTimeField(db_default=Now())
     deliveries = models.PositiveIntegerField(default=0)
-    lease_token = models.UUIDField(null=True, blank=True)
+    lease_token = models.UUIDField(null=True)
     priority = models.SmallIntegerField(
         db_default=0, help_text="The priority of a task; higher ones run first."
     )

@@ -186,43 +186,35 @@ class Run(models.Model):
     )
     service = models.CharField(max_length=100)
     flow = models.CharField(max_length=200)
-    key = models.CharField(max_length=255, default="", blank=True)
+    key = models.CharField(max_length=255, default="")
     version = models.PositiveIntegerField(help_text="The version of its state.")
     state = models.TextField(help_text="JSON.")
     step = models.CharField(max_length=200, help_text="The step that runs next.")
     reads = models.TextField(
         default="",
-        blank=True,
         help_text="The types and versions that the step took when the run began to"
         " wait, one a line.",
     )
     otherwise = models.CharField(
         max_length=200,
         default="",
-        blank=True,
         help_text="The step that runs if the deadline passes or the request is dead.",
     )
     turn = models.UUIDField(
         null=True,
-        blank=True,
         help_text="The token of the message that continues the run.",
     )
-    waits_for = models.CharField(
-        max_length=16, choices=WaitsFor.choices, default="", blank=True
-    )
+    waits_for = models.CharField(max_length=16, choices=WaitsFor.choices, default="")
     asked = models.CharField(
         max_length=255,
         default="",
-        blank=True,
         help_text="The destination of its request.",
     )
-    request_id = models.UUIDField(null=True, blank=True)
+    request_id = models.UUIDField(null=True)
     since = models.DateTimeField(db_default=Now())
-    due_at = models.DateTimeField(
-        null=True, blank=True, help_text="The deadline of its wait."
-    )
+    due_at = models.DateTimeField(null=True, help_text="The deadline of its wait.")
     resumed_at = models.DateTimeField(
-        null=True, blank=True, help_text="When a call of resume() for it was stored."
+        null=True, help_text="When a call of resume() for it was stored."
     )
     failing = models.BooleanField(
         default=False, help_text="Whether it is undoing its work."
@@ -232,26 +224,22 @@ class Run(models.Model):
     )
     kept_undos = models.PositiveIntegerField(
         null=True,
-        blank=True,
         help_text="While the run goes back to a step: how many of its undos, the "
         "oldest, stay registered. The answer is then the argument of that step.",
     )
-    answer = models.TextField(default="", blank=True, help_text="JSON.")
-    answer_type = models.CharField(max_length=255, default="", blank=True)
-    outcome = models.CharField(
-        max_length=16, choices=Outcome.choices, default="", blank=True
-    )
+    answer = models.TextField(default="", help_text="JSON.")
+    answer_type = models.CharField(max_length=255, default="")
+    outcome = models.CharField(max_length=16, choices=Outcome.choices, default="")
     caller = models.JSONField(
         default=dict,
-        blank=True,
         help_text="The caller's headers, by which the answer reaches the caller.",
     )
     first_run = models.UUIDField(help_text="The first run of the conversation.")
     hop = models.PositiveIntegerField(default=0)
-    baggage = models.JSONField(default=dict, blank=True)
-    correlation_id = models.CharField(max_length=255, default="", blank=True)
+    baggage = models.JSONField(default=dict)
+    correlation_id = models.CharField(max_length=255, default="")
     created_at = models.DateTimeField(db_default=Now())
-    ended_at = models.DateTimeField(null=True, blank=True)
+    ended_at = models.DateTimeField(null=True)
 
     objects = RunManager()
 
@@ -337,7 +325,7 @@ class FlowStep(models.Model):
     version = models.PositiveIntegerField()
     state = models.TextField(help_text="JSON, after the step.")
     then = models.CharField(
-        max_length=300, default="", blank=True, help_text="What the run waits for next."
+        max_length=300, default="", help_text="What the run waits for next."
     )
     undos = models.PositiveIntegerField(
         default=0, db_default=0, help_text="How many undos were registered by then."
@@ -371,10 +359,9 @@ class FlowUndo(models.Model):
     number = models.PositiveIntegerField()
     destination = models.CharField(max_length=255)
     body = models.BinaryField()
-    body_type = models.CharField(max_length=255, default="", blank=True)
+    body_type = models.CharField(max_length=255, default="")
     request_id = models.UUIDField(
         null=True,
-        blank=True,
         help_text="The request that it undoes; empty: a step's own work.",
     )
     created_at = models.DateTimeField(db_default=Now())
@@ -384,7 +371,7 @@ class FlowUndo(models.Model):
     answered = models.BooleanField(
         default=False, help_text="Whether the answer to the request has come."
     )
-    confirmed_at = models.DateTimeField(null=True, blank=True)
+    confirmed_at = models.DateTimeField(null=True)
 
     objects: models.Manager[FlowUndo] = models.Manager()
 

@@ -95,7 +95,6 @@ class Schedule(models.Model):
     timing = models.CharField(
         max_length=255,
         default="",
-        blank=True,
         help_text="The expression and time zone of the last tick.",
     )
     last_tick = models.DateTimeField(db_default=Now())
@@ -104,12 +103,11 @@ class Schedule(models.Model):
     )
     made = models.JSONField(
         null=True,
-        blank=True,
         help_text="The arguments of a message that was made at run time.",
     )
-    paused_at = models.DateTimeField(null=True, blank=True)
-    paused_by = models.CharField(max_length=255, default="", blank=True)
-    paused_why = models.CharField(max_length=255, default="", blank=True)
+    paused_at = models.DateTimeField(null=True)
+    paused_by = models.CharField(max_length=255, default="")
+    paused_why = models.CharField(max_length=255, default="")
 
     objects = ScheduleManager()
 

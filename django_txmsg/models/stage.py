@@ -110,17 +110,15 @@ class StageState(models.Model):
     rate, and the state of its order."""
 
     stage = models.CharField(max_length=255, unique=True)
-    paused_at = models.DateTimeField(null=True, blank=True)
-    paused_by = models.CharField(max_length=255, default="", blank=True)
-    paused_why = models.CharField(max_length=255, default="", blank=True)
+    paused_at = models.DateTimeField(null=True)
+    paused_by = models.CharField(max_length=255, default="")
+    paused_why = models.CharField(max_length=255, default="")
     ordered_since = models.DateTimeField(
         null=True,
-        blank=True,
         help_text="Since when the stage is ordered in this database.",
     )
     full_since = models.DateTimeField(
         null=True,
-        blank=True,
         help_text="Since when it receives nothing, because too many messages wait.",
     )
 
@@ -128,11 +126,10 @@ class StageState(models.Model):
         max_length=32,
         default="",
         db_default="",
-        blank=True,
         help_text="The rate that an operator has set, while it holds.",
     )
-    rate_until = models.DateTimeField(null=True, blank=True)
-    rate_by = models.CharField(max_length=255, default="", db_default="", blank=True)
+    rate_until = models.DateTimeField(null=True)
+    rate_by = models.CharField(max_length=255, default="", db_default="")
 
     objects = StageStateManager()
 

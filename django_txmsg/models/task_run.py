@@ -49,9 +49,9 @@ class TaskRun(models.Model):
 
     message_id = models.UUIDField(unique=True)
     workers = models.JSONField(default=list)
-    result = models.JSONField(null=True, blank=True)
+    result = models.JSONField(null=True)
     created_at = models.DateTimeField(db_default=Now())
-    finished_at = models.DateTimeField(null=True, blank=True)
+    finished_at = models.DateTimeField(null=True)
 
     objects = TaskRunManager()
 

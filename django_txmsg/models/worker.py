@@ -38,22 +38,20 @@ class Worker(models.Model):
 
     name = models.CharField(max_length=255, unique=True)
     kind = models.CharField(max_length=16)
-    service = models.CharField(max_length=255, default="", db_default="", blank=True)
-    version = models.CharField(max_length=255, default="", db_default="", blank=True)
+    service = models.CharField(max_length=255, default="", db_default="")
+    version = models.CharField(max_length=255, default="", db_default="")
     host = models.CharField(max_length=255)
     pid = models.PositiveIntegerField()
-    stages = models.JSONField(default=list, blank=True)
+    stages = models.JSONField(default=list)
     outages = models.JSONField(
         default=list,
         db_default=models.Value([], output_field=models.JSONField()),
-        blank=True,
         help_text="What the process cannot use: brokers, destinations, subscriptions, "
         "databases, each with the error.",
     )
     running = models.JSONField(
         default=list,
         db_default=models.Value([], output_field=models.JSONField()),
-        blank=True,
         help_text="What handlers of the process were processing at the heartbeat.",
     )
     in_flight = models.PositiveIntegerField(default=0)

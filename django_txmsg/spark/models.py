@@ -54,15 +54,15 @@ class Finding(models.Model):
     service = models.CharField(max_length=255)
     verdict = models.CharField(max_length=32)
     message_id = models.UUIDField()
-    destination = models.CharField(max_length=255, default="", blank=True)
-    sender = models.CharField(max_length=255, default="", blank=True)
-    consumer = models.TextField(default="", blank=True)
-    sent_at = models.DateTimeField(null=True, blank=True)
+    destination = models.CharField(max_length=255, default="")
+    sender = models.CharField(max_length=255, default="")
+    consumer = models.TextField(default="")
+    sent_at = models.DateTimeField(null=True)
     found_at = models.DateTimeField(help_text="When a run first came to it.")
     seen_at = models.DateTimeField(help_text="When a run last came to it.")
-    acknowledged_at = models.DateTimeField(null=True, blank=True)
-    acknowledged_by = models.CharField(max_length=255, default="", blank=True)
-    note = models.TextField(default="", blank=True)
+    acknowledged_at = models.DateTimeField(null=True)
+    acknowledged_by = models.CharField(max_length=255, default="")
+    note = models.TextField(default="")
 
     class Meta:
         db_table = "django_txmsg_finding"
@@ -89,11 +89,11 @@ class PipelineAlert(models.Model):
     bound = models.FloatField(default=0)
     firing = models.BooleanField(default=False)
     since = models.DateTimeField(
-        null=True, blank=True, help_text="When it began to fire, the last time."
+        null=True, help_text="When it began to fire, the last time."
     )
-    summary = models.TextField(default="", blank=True)
+    summary = models.TextField(default="")
     told = models.CharField(
-        max_length=16, default="", blank=True, help_text="What the webhook knows."
+        max_length=16, default="", help_text="What the webhook knows."
     )
     checked_at = models.DateTimeField(db_default=Now())
 
@@ -140,14 +140,14 @@ class PipelineRun(models.Model):
     state = models.CharField(
         max_length=16, choices=RunState.choices, default=RunState.RUNNING
     )
-    run_by = models.CharField(max_length=255, default="", blank=True)
-    lake = models.CharField(max_length=1024, default="", blank=True)
-    options = models.JSONField(default=dict, blank=True)
+    run_by = models.CharField(max_length=255, default="")
+    lake = models.CharField(max_length=1024, default="")
+    options = models.JSONField(default=dict)
     rows = models.BigIntegerField(default=0)
-    counts = models.JSONField(default=dict, blank=True)
-    error = models.TextField(default="", blank=True)
+    counts = models.JSONField(default=dict)
+    error = models.TextField(default="")
     started_at = models.DateTimeField(db_default=Now())
-    finished_at = models.DateTimeField(null=True, blank=True)
+    finished_at = models.DateTimeField(null=True)
 
     class Meta:
         db_table = "django_txmsg_pipelinerun"
@@ -196,13 +196,13 @@ class StagedMessage(models.Model):
     message_id = models.UUIDField()
     broker = models.CharField(max_length=64)
     destination = models.CharField(max_length=255)
-    key = models.CharField(max_length=255, default="", blank=True)
-    correlation_id = models.CharField(max_length=255, default="", blank=True)
+    key = models.CharField(max_length=255, default="")
+    correlation_id = models.CharField(max_length=255, default="")
     headers = models.JSONField(default=dict)
     content_type = models.CharField(max_length=255)
     body = models.BinaryField()
     position = models.DateTimeField(
-        null=True, blank=True, help_text="The order in which held messages leave."
+        null=True, help_text="The order in which held messages leave."
     )
 
     class Meta:

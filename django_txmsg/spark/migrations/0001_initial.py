@@ -143,11 +143,11 @@ class Migration(migrations.Migration):
                 ("message_id", models.UUIDField()),
                 (
                     "destination",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
-                ("sender", models.CharField(blank=True, default="", max_length=255)),
-                ("consumer", models.TextField(blank=True, default="")),
-                ("sent_at", models.DateTimeField(blank=True, null=True)),
+                ("sender", models.CharField(default="", max_length=255)),
+                ("consumer", models.TextField(default="")),
+                ("sent_at", models.DateTimeField(null=True)),
                 (
                     "found_at",
                     models.DateTimeField(help_text="When a run first came to it."),
@@ -156,12 +156,12 @@ class Migration(migrations.Migration):
                     "seen_at",
                     models.DateTimeField(help_text="When a run last came to it."),
                 ),
-                ("acknowledged_at", models.DateTimeField(blank=True, null=True)),
+                ("acknowledged_at", models.DateTimeField(null=True)),
                 (
                     "acknowledged_by",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
-                ("note", models.TextField(blank=True, default="")),
+                ("note", models.TextField(default="")),
             ],
             options={
                 "verbose_name": "finding",
@@ -195,16 +195,14 @@ class Migration(migrations.Migration):
                 (
                     "since",
                     models.DateTimeField(
-                        blank=True,
                         help_text="When it began to fire, the last time.",
                         null=True,
                     ),
                 ),
-                ("summary", models.TextField(blank=True, default="")),
+                ("summary", models.TextField(default="")),
                 (
                     "told",
                     models.CharField(
-                        blank=True,
                         default="",
                         help_text="What the webhook knows.",
                         max_length=16,
@@ -248,19 +246,19 @@ class Migration(migrations.Migration):
                         max_length=16,
                     ),
                 ),
-                ("run_by", models.CharField(blank=True, default="", max_length=255)),
-                ("lake", models.CharField(blank=True, default="", max_length=1024)),
-                ("options", models.JSONField(blank=True, default=dict)),
+                ("run_by", models.CharField(default="", max_length=255)),
+                ("lake", models.CharField(default="", max_length=1024)),
+                ("options", models.JSONField(default=dict)),
                 ("rows", models.BigIntegerField(default=0)),
-                ("counts", models.JSONField(blank=True, default=dict)),
-                ("error", models.TextField(blank=True, default="")),
+                ("counts", models.JSONField(default=dict)),
+                ("error", models.TextField(default="")),
                 (
                     "started_at",
                     models.DateTimeField(
                         db_default=django.db.models.functions.datetime.Now()
                     ),
                 ),
-                ("finished_at", models.DateTimeField(blank=True, null=True)),
+                ("finished_at", models.DateTimeField(null=True)),
             ],
             options={
                 "verbose_name": "pipeline run",
@@ -292,10 +290,10 @@ class Migration(migrations.Migration):
                 ("message_id", models.UUIDField()),
                 ("broker", models.CharField(max_length=64)),
                 ("destination", models.CharField(max_length=255)),
-                ("key", models.CharField(blank=True, default="", max_length=255)),
+                ("key", models.CharField(default="", max_length=255)),
                 (
                     "correlation_id",
-                    models.CharField(blank=True, default="", max_length=255),
+                    models.CharField(default="", max_length=255),
                 ),
                 ("headers", models.JSONField(default=dict)),
                 ("content_type", models.CharField(max_length=255)),
@@ -303,7 +301,6 @@ class Migration(migrations.Migration):
                 (
                     "position",
                     models.DateTimeField(
-                        blank=True,
                         help_text="The order in which held messages leave.",
                         null=True,
                     ),
