@@ -40,7 +40,7 @@ from ..envelope.message import Message
 from ..envelope.stage_options import TransactionDefinition
 from ..errors import TaskGivenUp
 from ..models import InboxMessage
-from ..models.inbox import InboxRecord
+from ..models.inbox_arrival import InboxRecord
 from ..runtime import database_health
 from ..sending.scope import Scope, in_scope
 from . import calling, following

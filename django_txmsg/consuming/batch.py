@@ -18,7 +18,7 @@ from django.db import Error, connections, transaction
 from .. import tracing
 from ..django_internals import must_roll_back, raw, under_savepoint
 from ..errors import DecodeError
-from ..models.inbox import InboxRecord
+from ..models.inbox_arrival import InboxRecord
 from ..runtime import database_health
 from . import decoding, failure, inbox, ordering, protocol
 from .arrival import Arrival, Outcome, Processed

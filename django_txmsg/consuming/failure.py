@@ -26,7 +26,7 @@ from ..errors import (
     NewerCodeNeeded,
 )
 from ..models import Attempt
-from ..models.inbox import InboxRecord
+from ..models.inbox_arrival import InboxRecord
 from ..runtime import liveness
 from ..runtime.connections import close_broken
 from . import decoding

@@ -30,7 +30,7 @@ from ..errors import (
     NewerCodeNeeded,
 )
 from ..models import OutboxMessage
-from ..models.inbox import InboxRecord
+from ..models.inbox_arrival import InboxRecord
 from ..models.outbox import PENDING
 from ..runtime import database_health
 from ..runtime.leases import Lease

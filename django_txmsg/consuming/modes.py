@@ -30,9 +30,9 @@ from ..errors import (
     DispatchUnknown,
     InvalidMessage,
 )
-from ..models.inbox import InboxRecord
-from ..models.inbox_order import Turn
+from ..models.inbox_arrival import InboxRecord
 from ..models.outbox_store import NewMessage
+from ..models.turn import Turn
 from ..runtime.connections import close_broken, recycle
 from ..sending.scope import Scope
 from ..sending.storing import store

@@ -40,8 +40,8 @@ from ..errors import (
     DurableInStage,
     SwallowedDatabaseError,
 )
-from ..models.inbox import InboxRecord
-from ..models.inbox_order import Turn
+from ..models.inbox_arrival import InboxRecord
+from ..models.turn import Turn
 from ..runtime import database_health
 from ..sending.scope import Block
 

@@ -21,9 +21,9 @@ from ..errors import InvalidMessage, TxmsgError
 from ..models import BulkOperation, DeadLetter, InboxMessage, Run, StopRequest, Worker
 from ..models.dead_letter import Resolution
 from ..models.fields import KEY_LENGTH, clock
-from ..models.inbox_order import Turn
 from ..models.outbox_store import NewMessage
 from ..models.run import WaitsFor
+from ..models.turn import Turn
 from ..models.worker import living
 from ..rules.dead_letters import GONE_ON
 from ..sending import answering, storing, undoing

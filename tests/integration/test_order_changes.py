@@ -42,8 +42,8 @@ from django_txmsg.models import (
     inbox_order,
 )
 from django_txmsg.models.bulk_operation import BulkKind
-from django_txmsg.models.inbox_order import Turn
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.models.turn import Turn
 from django_txmsg.monitoring import turns
 from django_txmsg.sending import undoing
 from django_txmsg.sending.outbox import send_message

@@ -1,0 +1,245 @@
+"""The statements that record the arrival of a message in the inbox, and count its
+attempt."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections, models
+
+from ..django_internals import raw
+from ..rules.inbox import OPEN
+from .fields import SqlManager, no_wait_sql, now_sql, read_instant, read_uuid
+from .turn import Turn, turn_sql
+
+if TYPE_CHECKING:
+    from ..envelope.message import Message
+
+#: Empties a row that has ended, and that nobody claims any more.
+EMPTIED = (
+    "due_at = NULL, headers = NULL, body = NULL,"
+    " lease_until = NULL, lease_token = NULL, key = '', waits_for = NULL"
+)
+#: The session setting that proves the first half of `record_and_begin()`.
+_MARK = "txmsg.arrival"
+
+#: The columns for `read_record()`, in SQL with the clock's expression as `now`. The
+#: instants themselves: some SQLite versions return a wrong `IS NOT NULL` of them.
+RECORD_COLUMNS = (
+    "id, message_id, attempts, deliveries, processed_at, dead_at, due_at, {now}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InboxRecord:
+    """The state of a message's inbox row just after the arrival of the message was
+    recorded."""
+
+    id: int
+    message_id: uuid.UUID
+    attempt: int
+    deliveries: int
+    processed: bool
+    dead: bool
+    parked: bool
+    now: dt.datetime
+
+    @property
+    def settled(self) -> bool:
+        """Whether the message is processed, dead or parked. If so, the consumer drops
+        this arrival."""
+        return self.processed or self.dead or self.parked
+
+    def attempted(self, attempt: int) -> InboxRecord:
+        """Return a copy of the record with this attempt number."""
+        return dataclasses.replace(self, attempt=attempt)
+
+
+class ArrivalManager(SqlManager):
+    """Records the arrivals of messages."""
+
+    def record(
+        self,
+        stage: str,
+        messages: Sequence[Message],
+        *,
+        idempotent: bool = False,
+        together: bool = False,
+    ) -> dict[uuid.UUID, InboxRecord]:
+        """Count one more arrival of each message, and one more attempt of each message
+        that the stage will process.
+
+        The statement commits immediately, so that a message that kills its worker is
+        still counted. On PostgreSQL the commit does not wait for the disk, so a crash
+        of the server may lose the rows. To find out later whether a row was lost, call
+        `recall()`.
+
+        Pass `idempotent` if the stage processes a message again that it has already
+        processed. Pass `together` if the stage processes the messages in one
+        transaction. Then no attempt is counted: if the worker dies, any of the messages
+        may be the cause. After the worker's death, each message is redelivered and
+        processed alone.
+        """
+        connection = connections[self.db]
+        sql, parameters = self._recording(
+            stage, messages, idempotent, 0 if together else 1
+        )
+        no_wait, waits_not = no_wait_sql(connection)
+        if no_wait:
+            sql = f"WITH {no_wait} {sql}, {waits_not}"
+        records = [read_record(row[:8]) for row in self._rows(sql, parameters)]
+        return {one.message_id: one for one in records}
+
+    def record_and_begin(
+        self,
+        stage: str,
+        message: Message,
+        isolation: str | None,
+        mark: str,
+        turn: Turn | None = None,
+    ) -> tuple[InboxRecord, bool]:
+        """Do `record()` and `take()` in one round trip: record the message's arrival
+        and commit, then begin the stage's transaction and take the row.
+
+        Returns the record, and whether the row was taken. With `turn`, the row is taken
+        only if the message's predecessor is processed and no other transaction has
+        locked the key. The transaction stays open even if the row was not taken: the
+        caller must pass the transaction to a `StageTransaction` or roll it back.
+
+        If the call fails, pass the same `mark` to `recorded()`, which returns the
+        record if the first commit succeeded. Requires psycopg 3, and a connection that
+        is outside any transaction (`begins_early()`).
+        """
+        connection = connections[self.db]
+        recording, parameters = self._recording(stage, [message], False, 1)
+        # The driver sets OPTIONS' isolation level in its BEGIN, which is not used here.
+        own = getattr(raw(connection), "isolation_level", None)
+        if isolation is None and own is not None:
+            isolation = own.name.replace("_", " ")
+        level = f" ISOLATION LEVEL {isolation}" if isolation else ""
+        come, values = turn_sql(connection, turn, dead_too=False)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"BEGIN; SET LOCAL synchronous_commit = off; {recording},"  # noqa: S608 - constants only
+                f" set_config('{_MARK}', %s, false); COMMIT;"
+                f" BEGIN{level};"
+                f" UPDATE {self._table} SET {processed_sql(connection)}"
+                f" WHERE message_id = %s AND stage = %s AND due_at IS NULL"
+                f" AND {OPEN.sql()}{come}",
+                [*parameters, mark, message.id, stage, *values],
+            )
+            for _passed in ("BEGIN", "SET"):
+                cursor.nextset()
+            record = read_record(cursor.fetchone()[:8])
+            while cursor.nextset():
+                pass
+            return record, bool(cursor.rowcount)
+
+    def recorded(self, stage: str, message: Message, mark: str) -> InboxRecord | None:
+        """Roll back what `record_and_begin()` began before it failed. Return the record
+        that it committed, or None if it committed nothing. Pass the same `mark` as to
+        `record_and_begin()`: the transaction that stores the record also stores the
+        mark in a session setting. If this transaction is rolled back, so is the
+        setting.
+
+        One round trip does both, because after a rollback a pooler may continue in
+        another session.
+        """
+        found = self._finding(
+            f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s"
+        )
+        with connections[self.db].cursor() as cursor:
+            cursor.execute(f"ROLLBACK; {found}", [message.id, stage, mark])
+            cursor.nextset()
+            row = cursor.fetchone()
+        return None if row is None else read_record(row)
+
+    def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> InboxRecord | None:
+        """Return the record of a message whose arrival was recorded earlier, or None if
+        the row was lost in a crash of the server. After a crash another message may
+        have the primary key `pk`, so the stage and the message id must match too."""
+        sql = self._finding("id = %s AND stage = %s AND message_id = %s")
+        row = self._row(sql, [pk, stage, message_id.hex])
+        return None if row is None else read_record(row)
+
+    def _finding(self, condition: str) -> str:
+        columns = RECORD_COLUMNS.format(now=now_sql(connections[self.db]))
+        return f"SELECT {columns} FROM {self._table} WHERE {condition}"  # noqa: S608 - constants only
+
+    def _recording(
+        self, stage: str, messages: Sequence[Message], idempotent: bool, counted: int
+    ) -> tuple[str, list[Any]]:
+        connection = connections[self.db]
+        now = now_sql(connection)
+        given = {message.id: message for message in messages}
+        rows = ", ".join(
+            [f"(%s, %s, %s, %s, %s, %s, 1, {counted}, {now}, {now}, {now}, '')"]
+            * len(given)
+        )
+        parameters: list[Any] = []
+        for message in given.values():
+            parameters += [
+                stage,
+                message.id.hex,
+                message.destination,
+                message.correlation_id or "",
+                (message.service or "")[:255],
+                connection.ops.adapt_datetimefield_value(message.created_at),
+            ]
+        again = "i.processed_at IS NOT NULL" if idempotent else "FALSE"
+        runs = "i.dead_at IS NULL AND i.due_at IS NULL"
+        if not idempotent:
+            runs += " AND i.processed_at IS NULL"
+        sql = f"""
+            INSERT INTO {self._table} AS i
+                (stage, message_id, destination, correlation_id, service, created_at,
+                 deliveries, attempts, first_received_at, last_received_at,
+                 started_at, last_error)
+            VALUES {rows}
+            ON CONFLICT (message_id, stage) DO UPDATE SET
+                deliveries = i.deliveries + 1, last_received_at = {now},
+                attempts = CASE WHEN {again} THEN 1
+                                WHEN {runs} THEN i.attempts + {counted}
+                                ELSE i.attempts END,
+                started_at = CASE WHEN {runs} THEN {now} ELSE i.started_at END
+            RETURNING {RECORD_COLUMNS.format(now=now)}
+        """  # noqa: S608 - constants only
+        return sql, parameters
+
+    def unrecord(self, pk: int) -> None:
+        """Subtract one arrival and one attempt from a row. The caller then records the
+        same arrival again."""
+        self.filter(pk=pk).update(
+            deliveries=models.F("deliveries") - 1, attempts=models.F("attempts") - 1
+        )
+
+
+def processed_sql(connection: Any) -> str:
+    """Return SQL that marks a row as processed. If the message has waited here for more
+    than an hour, the SQL also sets `late_at`."""
+    now = now_sql(connection)
+    hour_ago = f"{now} - interval '1 hour'"
+    if connection.vendor == "sqlite":
+        hour_ago = now.replace("'now'", "'now', '-1 hour'")
+    late = f"CASE WHEN last_received_at < {hour_ago} THEN {now} END"
+    return f"processed_at = {now}, late_at = {late}, {EMPTIED}"
+
+
+def read_record(row: Sequence[Any]) -> InboxRecord:
+    """Return the record from a row with the columns RECORD_COLUMNS."""
+    pk, message_id, attempts, deliveries, processed, dead, parked, now = row
+    return InboxRecord(
+        id=pk,
+        message_id=read_uuid(message_id),
+        attempt=attempts,
+        deliveries=deliveries,
+        processed=processed is not None,
+        dead=dead is not None,
+        parked=parked is not None,
+        now=read_instant(now),
+    )

@@ -1,0 +1,212 @@
+"""The statements that park messages in the inbox until their next attempt, and claim
+the messages that are due."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import connections, models
+from django.db.models.functions import Now
+
+from .. import rules
+from ..rules.inbox import OPEN
+from .claiming import bounds, claim_sql
+from .fields import Holds, SqlManager, began_sql, later_sql, now_sql, skip_locked_sql
+from .inbox_arrival import RECORD_COLUMNS, InboxRecord, read_record
+from .turn import Turn, held_sql
+
+#: Message types by name, each with the version of this code.
+Reads = Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A due parked message that one worker holds under a lease."""
+
+    record: InboxRecord
+    destination: str
+    headers: dict[str, str]
+    body: bytes
+    #: Seconds from one renewal of the lease to its end.
+    lease: float
+    #: An instant of `time.monotonic()` before the lease was granted.
+    since: float
+    #: The slot that it waited for, at a stage with a rate, and the key of its line.
+    slot: int | None = None
+    key: str = ""
+
+
+class ParkingManager(SqlManager):
+    """Parks and claims messages."""
+
+    def park(
+        self,
+        pk: int,
+        *,
+        delay: float,
+        headers: Mapping[str, str],
+        body: bytes,
+        error: str,
+        token: uuid.UUID | None = None,
+        needs: tuple[str, int] | None = None,
+        slot: int | None = None,
+        key: str = "",
+        turn: Turn | None = None,
+        uncounted: int = 0,
+    ) -> bool:
+        """Keep the whole message in its row until it is due again in `delay` seconds,
+        and subtract `uncounted` from its number of attempts.
+
+        `needs` names a message type and the oldest version of the code that can read
+        it: workers with older code do not claim the message. `slot` is the slot for
+        which the message waits, in the line of `key`. Pass the message's `turn` if its
+        stage is ordered, so that its followers do not overtake the message.
+
+        Returns False if the message is already processed or dead. Also returns False if
+        its lease, `token`, has ended and another worker has claimed the message.
+        """
+        connection = connections[self.db]
+        held, fence = held_sql(token)
+        line, place = "", list[Any]()
+        if slot is not None:
+            line, place = ", key = %s", [key]
+        if turn is not None:
+            after_at = connection.ops.adapt_datetimefield_value(turn.after_at)
+            line, place = ", key = %s, after_at = %s", [turn.key, after_at]
+        return bool(
+            self._changed(
+                f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
+                " headers = %s, body = %s, last_error = %s, lease_until = NULL,"
+                " lease_token = NULL, needs_type = %s, needs_version = %s, slot = %s,"
+                f" attempts = attempts - %s{line} WHERE id = %s"
+                f" AND {OPEN.sql()}{held}",
+                [
+                    delay,
+                    json.dumps(dict(headers)),
+                    body,
+                    error,
+                    *(needs or ("", None)),
+                    slot,
+                    uncounted,
+                    *place,
+                    pk,
+                    *fence,
+                ],
+            )
+        )
+
+    def due_stages(self, stages: Mapping[str, Reads | None]) -> set[str]:
+        """Return the stages that have a parked message which is due, unclaimed and
+        readable by this code."""
+        connection = connections[self.db]
+        now = began_sql(connection)
+        queries: list[str] = []
+        parameters: list[Any] = []
+        for stage, reads in stages.items():
+            readable, versions = _readable("", reads)
+            queries.append(
+                f"SELECT %s AS stage WHERE EXISTS (SELECT 1 FROM {self._table}"  # noqa: S608 - constants only
+                f" WHERE stage = %s AND due_at <= {now}{readable}"
+                f" AND {rules.NOT_LEASED.sql(now=now)})"
+            )
+            parameters += [stage, stage, *versions]
+        rows = self._rows(" UNION ALL ".join(queries), parameters)
+        return {stage for (stage,) in rows}
+
+    def claim_parked(
+        self, stage: str, token: uuid.UUID, lease: float, reads: Reads | None = None
+    ) -> Parked | None:
+        """Claim one due parked message of a stage, and count the attempt.
+
+        `reads` lists the types and versions of messages that this code reads; None
+        means all.
+        """
+        readable, versions = _readable("c.", reads)
+        connection = connections[self.db]
+        now = now_sql(connection)
+        since = time.monotonic()
+        sql = claim_sql(
+            connection,
+            self._table,
+            due="due_at",
+            where=f"c.stage = %s AND c.due_at <= {began_sql(connection)} AND"
+            f" {rules.NOT_LEASED.sql('c', now=began_sql(connection))}{readable}",
+            assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
+            f" attempts = attempts + 1, started_at = {now}",
+            returning=f"{RECORD_COLUMNS.format(now=now)}, destination, headers, body,"
+            " slot, key",
+        )
+        row = self._row(
+            sql,
+            [
+                stage,
+                *versions,
+                *bounds(1),
+                lease,
+                token.hex,
+            ],
+        )
+        if row is None:
+            return None
+        *record, destination, headers, body, slot, key = row
+        return Parked(
+            record=read_record(record),
+            destination=destination,
+            headers=json.loads(headers) if isinstance(headers, str) else headers,
+            body=bytes(body),
+            lease=lease,
+            since=since,
+            slot=slot,
+            key=key,
+        )
+
+    def next_due(self, stage: str) -> float | None:
+        """Return the seconds until a stage's next parked message is due, or None if
+        there is none. Messages that a worker has claimed, or that need newer code, are
+        ignored. So are messages that have been due for more than a second: a worker
+        that processes one in its transaction cannot renew the lease."""
+        free = Holds(rules.NOT_LEASED, now=Now())
+        lately = Now() - dt.timedelta(seconds=1)
+        rows = self.filter(free, stage=stage, due_at__gt=lately, needs_version=None)
+        first = rows.order_by("due_at", "id").annotate(now=Now())
+        found = first.values_list("due_at", "now").first()
+        return None if found is None else (found[0] - found[1]).total_seconds()
+
+    def extend(self, pk: int, token: uuid.UUID, lease: float) -> None:
+        """Extend the lease of a claimed message to `lease` seconds from now. A locked
+        row is skipped, because no other worker can claim it anyway."""
+        connection = connections[self.db]
+        self._changed(
+            f"UPDATE {self._table} SET lease_until = {later_sql(connection)}"  # noqa: S608 - constants only
+            f" WHERE id IN (SELECT id FROM {self._table} WHERE id = %s"
+            f" AND lease_token = %s {skip_locked_sql(connection)})",
+            [
+                lease,
+                pk,
+                token.hex,
+            ],
+        )
+
+    def unpark(self, pk: int, token: uuid.UUID, *, attempts: int = 1) -> None:
+        """Release a claimed parked message, and subtract the `attempts` that were
+        counted but not made. The message is due immediately."""
+        self.filter(pk=pk, lease_token=token).update(
+            lease_until=None, lease_token=None, attempts=models.F("attempts") - attempts
+        )
+
+
+def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
+    """Return an SQL condition and its parameters. The condition is true if this code
+    can read a row. `reads` lists the types and versions that the code reads. If `reads`
+    is None, the code reads every message and the condition is empty."""
+    if reads is None:
+        return "", []
+    one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"
+    known = [value for pair in reads for value in pair]
+    return f" AND ({of}needs_version IS NULL{one * len(reads)})", known
