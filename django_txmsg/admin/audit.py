@@ -49,11 +49,7 @@ def audit(
     user: Any = request.user
     operation = subject if isinstance(subject, BulkOperation) else None
     AuditEntry.objects.db_manager(subject._state.db).record(
-        operator(request),
-        text,
-        deed=deed,
-        count=count,
-        operation=operation,
+        operator(request), text, deed=deed, count=count, operation=operation
     )
     LogEntry.objects.create(
         user_id=user.pk,

@@ -112,8 +112,7 @@ class GroupPages(Pages):
             messages.error(request, str(error))
         else:
             messages.success(
-                request,
-                "The error is muted." if note.muted else "The note is saved.",
+                request, "The error is muted." if note.muted else "The note is saved."
             )
         return self._admin.led_to_list(request)
 

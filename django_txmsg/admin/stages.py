@@ -70,10 +70,7 @@ class PausableAdmin(ReadOnlyAdmin):
     ) -> HttpResponse:
         """Show all rows on one page."""
         insist(self.has_view_permission(request))
-        context = {
-            **self.page_context(request, self.title),
-            **self.rows(request),
-        }
+        context = {**self.page_context(request, self.title), **self.rows(request)}
         return render(request, self.change_list_template, context)
 
     def rows(self, request: HttpRequest) -> dict[str, Any]:

@@ -29,10 +29,7 @@ DEEPEST = 500
 
 
 def shown(
-    destination: str,
-    headers: Mapping[str, str],
-    body: bytes | None,
-    content_type: str,
+    destination: str, headers: Mapping[str, str], body: bytes | None, content_type: str
 ) -> tuple[dict[str, str], Any]:
     """Return the headers and the body, both masked. The body is decoded as `decoded()`
     does. Without a `body`, only the headers are masked.

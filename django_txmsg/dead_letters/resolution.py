@@ -267,11 +267,7 @@ def restore(
 
 
 def redeliver_copy(
-    letter: DeadLetter,
-    *,
-    headers: Mapping[str, str],
-    body: bytes,
-    by: str = "",
+    letter: DeadLetter, *, headers: Mapping[str, str], body: bytes, by: str = ""
 ) -> uuid.UUID:
     """Send an edited copy of a dead letter, and close the dead letter. Returns the
     copy's id.

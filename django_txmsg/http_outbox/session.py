@@ -105,10 +105,7 @@ class OutboxSession:
         self._began = time.monotonic()
         outer = current_scope()
         self._scope = SessionScope(
-            session_id=self.id,
-            using=self.using,
-            session=self,
-            join=self._join,
+            session_id=self.id, using=self.using, session=self, join=self._join
         )
         if outer is not None:
             # Inside a stage without a transaction: its messages keep their stable ids.

@@ -50,7 +50,7 @@ class Branch(models.Model):
         constraints = [
             models.UniqueConstraint(
                 fields=["batch", "number"], name="txmsg_branch_number"
-            ),
+            )
         ]
         indexes = [
             models.Index(

@@ -91,8 +91,7 @@ class FailureNote(models.Model):
         null=True, help_text="When the mute ends; empty: never."
     )
     muted_above = models.PositiveIntegerField(
-        null=True,
-        help_text="The mute does not apply while more dead letters are open.",
+        null=True, help_text="The mute does not apply while more dead letters are open."
     )
     noted_by = models.CharField(max_length=255, default="")
     noted_at = models.DateTimeField(db_default=Now())
@@ -270,15 +269,13 @@ class DeadLetter(models.Model):
             models.CheckConstraint(
                 condition=Q(resolution="open") | Q(resolved_at__isnull=False),
                 name="txmsg_dead_letter_resolved_when",
-            ),
+            )
         ]
         indexes = [
             models.Index(fields=["message_id", "stage"], name="txmsg_dead_message"),
             # Lists show the newest first.
             models.Index(
-                fields=["id"],
-                condition=Q(resolution="open"),
-                name="txmsg_dead_open",
+                fields=["id"], condition=Q(resolution="open"), name="txmsg_dead_open"
             ),
             models.Index(
                 fields=["resolution", "id"],

@@ -112,8 +112,7 @@ class IdempotencyKey(models.Model):
     headers = models.JSONField(default=list)
     body = models.BinaryField(null=True, help_text="Empty for a streaming response.")
     session_id = models.UUIDField(
-        null=True,
-        help_text="The session under which its messages are stored.",
+        null=True, help_text="The session under which its messages are stored."
     )
     created_at = models.DateTimeField(db_default=Now())
 

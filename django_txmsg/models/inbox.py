@@ -193,9 +193,7 @@ class InboxMessage(models.Model):
     destination = models.CharField(max_length=255)
     correlation_id = models.CharField(max_length=255, default="")
     service = models.CharField(
-        max_length=255,
-        default="",
-        help_text="The service that sent the message.",
+        max_length=255, default="", help_text="The service that sent the message."
     )
     created_at = models.DateTimeField(
         null=True, help_text="When its sender stored the message."
@@ -233,8 +231,7 @@ class InboxMessage(models.Model):
         help_text="The message type that the parking code could not read.",
     )
     needs_version = models.PositiveIntegerField(
-        null=True,
-        help_text="The oldest version of the code that can read it.",
+        null=True, help_text="The oldest version of the code that can read it."
     )
     key = models.CharField(
         max_length=255,
@@ -246,12 +243,10 @@ class InboxMessage(models.Model):
     )
     waits_since = models.DateTimeField(null=True)
     after_at = models.DateTimeField(
-        null=True,
-        help_text="The predecessor's place in the order of its key.",
+        null=True, help_text="The predecessor's place in the order of its key."
     )
     slot = models.BigIntegerField(
-        null=True,
-        help_text="The slot that it waits for, at a stage with a rate.",
+        null=True, help_text="The slot that it waits for, at a stage with a rate."
     )
 
     objects = InboxManager()

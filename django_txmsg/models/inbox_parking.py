@@ -142,16 +142,7 @@ class ParkingManager(SqlManager):
             returning=f"{RECORD_COLUMNS.format(now=now)}, destination, headers, body,"
             " slot, key",
         )
-        row = self._row(
-            sql,
-            [
-                stage,
-                *versions,
-                *bounds(1),
-                lease,
-                token.hex,
-            ],
-        )
+        row = self._row(sql, [stage, *versions, *bounds(1), lease, token.hex])
         if row is None:
             return None
         *record, destination, headers, body, slot, key = row
@@ -186,11 +177,7 @@ class ParkingManager(SqlManager):
             f"UPDATE {self._table} SET lease_until = {later_sql(connection)}"  # noqa: S608 - constants only
             f" WHERE id IN (SELECT id FROM {self._table} WHERE id = %s"
             f" AND lease_token = %s {skip_locked_sql(connection)})",
-            [
-                lease,
-                pk,
-                token.hex,
-            ],
+            [lease, pk, token.hex],
         )
 
     def unpark(self, pk: int, token: uuid.UUID, *, attempts: int = 1) -> None:

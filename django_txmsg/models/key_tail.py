@@ -85,7 +85,7 @@ class KeyTail(models.Model):
         constraints = [
             models.UniqueConstraint(
                 fields=["broker", "destination", "key"], name="txmsg_key_tail"
-            ),
+            )
         ]
 
     def __str__(self) -> str:

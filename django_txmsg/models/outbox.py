@@ -228,12 +228,10 @@ class OutboxMessage(models.Model):
     dispatched_at = models.DateTimeField(null=True)
     dead_at = models.DateTimeField(null=True)
     cancelled_at = models.DateTimeField(
-        null=True,
-        help_text="When it was cancelled; it is dead from then on.",
+        null=True, help_text="When it was cancelled; it is dead from then on."
     )
     linked_at = models.DateTimeField(
-        null=True,
-        help_text="When it got its place in the order of its key.",
+        null=True, help_text="When it got its place in the order of its key."
     )
     unique_key = models.CharField(  # noqa: DJ001 - most rows have none, and no entry
         max_length=255,

@@ -18,14 +18,7 @@ from typing import Any, Literal, NamedTuple
 from django.db import IntegrityError, connections, transaction
 
 from ..django_internals import djangos_errors
-from .fields import (
-    SqlManager,
-    ids_sql,
-    later_sql,
-    now_sql,
-    read_instant,
-    read_uuid,
-)
+from .fields import SqlManager, ids_sql, later_sql, now_sql, read_instant, read_uuid
 
 #: The origin of a message id. If a "caller" id is stored already, that is an error. A
 #: "derived" id is stored already when its stage is run again by force.

@@ -201,14 +201,11 @@ class Run(models.Model):
         help_text="The step that runs if the deadline passes or the request is dead.",
     )
     turn = models.UUIDField(
-        null=True,
-        help_text="The token of the message that continues the run.",
+        null=True, help_text="The token of the message that continues the run."
     )
     waits_for = models.CharField(max_length=16, choices=WaitsFor.choices, default="")
     asked = models.CharField(
-        max_length=255,
-        default="",
-        help_text="The destination of its request.",
+        max_length=255, default="", help_text="The destination of its request."
     )
     request_id = models.UUIDField(null=True)
     since = models.DateTimeField(db_default=Now())
@@ -361,8 +358,7 @@ class FlowUndo(models.Model):
     body = models.BinaryField()
     body_type = models.CharField(max_length=255, default="")
     request_id = models.UUIDField(
-        null=True,
-        help_text="The request that it undoes; empty: a step's own work.",
+        null=True, help_text="The request that it undoes; empty: a step's own work."
     )
     created_at = models.DateTimeField(db_default=Now())
     cancels = models.BooleanField(
@@ -379,14 +375,14 @@ class FlowUndo(models.Model):
         verbose_name = "undo of a run"
         verbose_name_plural = "undos of runs"
         constraints = [
-            models.UniqueConstraint(fields=["run", "number"], name="txmsg_undo_number"),
+            models.UniqueConstraint(fields=["run", "number"], name="txmsg_undo_number")
         ]
         indexes = [
             models.Index(
                 fields=["request_id"],
                 condition=Q(request_id__isnull=False),
                 name="txmsg_undo_request",
-            ),
+            )
         ]
 
     def __str__(self) -> str:

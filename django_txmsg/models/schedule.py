@@ -102,8 +102,7 @@ class Schedule(models.Model):
         default=0, help_text="How often the last tick was advanced."
     )
     made = models.JSONField(
-        null=True,
-        help_text="The arguments of a message that was made at run time.",
+        null=True, help_text="The arguments of a message that was made at run time."
     )
     paused_at = models.DateTimeField(null=True)
     paused_by = models.CharField(max_length=255, default="")

@@ -114,8 +114,7 @@ class StageState(models.Model):
     paused_by = models.CharField(max_length=255, default="")
     paused_why = models.CharField(max_length=255, default="")
     ordered_since = models.DateTimeField(
-        null=True,
-        help_text="Since when the stage is ordered in this database.",
+        null=True, help_text="Since when the stage is ordered in this database."
     )
     full_since = models.DateTimeField(
         null=True,
@@ -294,7 +293,7 @@ class RateLine(models.Model):
 
     class Meta:
         constraints = [
-            models.UniqueConstraint(fields=["stage", "key"], name="txmsg_rate_line"),
+            models.UniqueConstraint(fields=["stage", "key"], name="txmsg_rate_line")
         ]
 
     def __str__(self) -> str:
