@@ -88,7 +88,7 @@ class ControlMessage:
         if delivery.problem or delivery.body:
             raise ValueError(delivery.problem or "it has a body")
         signed = _verified(delivery.headers)
-        headers = delivery.headers if signed is None else signed
+        headers, trusted = delivery.headers if signed is None else signed, signed or {}
         try:
             using = headers[USING]
             if using not in connections:
@@ -98,14 +98,14 @@ class ControlMessage:
                 session_id=uuid.UUID(headers[SESSION]),
                 using=using,
                 oracle="" if signed is None else headers[ORACLE],
-                transaction="" if signed is None else headers.get(TRANSACTION, ""),
-                joined_until=wire.parse_instant(headers[JOINED_UNTIL])
-                if signed and JOINED_UNTIL in signed
+                transaction=trusted.get(TRANSACTION, ""),
+                joined_until=wire.parse_instant(trusted[JOINED_UNTIL])
+                if JOINED_UNTIL in trusted
                 else None,
-                database="" if signed is None else signed.get(DATABASE, ""),
+                database=trusted.get(DATABASE, ""),
                 signed=signed is not None,
                 sent_at=wire.parse_instant(headers[wire.CREATED]),
-                headers=signed or {},
+                headers=trusted,
             )
         except KeyError as error:
             raise ValueError(f"it has no header {error}") from None

@@ -52,7 +52,7 @@ def claim_sql(
     - `where` is the condition on a candidate row `c`. A clock in it must be constant
       within the statement, so that an index scan can stop at the first row not due.
     - `assign`, `also` (a further condition) and `returning` refer to the row as `o`,
-      and may use `picked (id, due)`. `before` is a leading CTE.
+      and may use `picked (id, due)`. `before` is a leading WITH clause.
     - If `rank` names a column, rows with a higher value come first.
 
     The parameters of the statement are those of `before`, `where`, `bounds()`,
@@ -60,7 +60,7 @@ def claim_sql(
     """
     ranked, highest = (f", c.{rank}", f"{rank} DESC, ") if rank else ("", "")
     return f"""
-        WITH {before and before + ","} found AS MATERIALIZED (
+        {before + "," if before else "WITH"} found AS MATERIALIZED (
             SELECT c.id, c.{due} AS due, length(c.body) AS size{ranked} FROM {table} c
             WHERE {where}
             ORDER BY {highest and f"c.{highest}"}c.{due}, c.id LIMIT %s

@@ -55,10 +55,9 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
             letters = DeadLetter.objects.using(using).filter(fingerprint=fingerprint)
             if not known and not letters.exists():
                 raise TxmsgError(f"No dead letter has the fingerprint {fingerprint!r}.")
-            notes.get_or_create(fingerprint=fingerprint[:64])
-            row: FailureNote = notes.select_for_update().get(
-                fingerprint=fingerprint[:64]
-            )
+            locked = notes.select_for_update()
+            row: FailureNote
+            row, _ = locked.get_or_create(fingerprint=fingerprint[:64])
             if seen is not None and seen != row.version:
                 raise TxmsgError(
                     f"Nothing is saved: {row.noted_by or 'another operator'} has "

@@ -51,19 +51,21 @@ def began_sql(connection: Any) -> str:
     return now_sql(connection)
 
 
-def epoch_sql(connection: Any) -> str:
-    """Return SQL for the database's current time as Unix time in seconds."""
+def epoch_sql(connection: Any, instant: str = "") -> str:
+    """Return SQL for an instant, by default the database's current time, as Unix time
+    in seconds."""
     if connection.vendor == "postgresql":
-        return f"extract(epoch FROM {now_sql(connection)})::float8"
-    return "((julianday('now') - 2440587.5) * 86400.0)"
+        return f"extract(epoch FROM {instant or now_sql(connection)})::float8"
+    day = instant or "'now'"
+    return f"((julianday({day}) - 2440587.5) * 86400.0)"
 
 
-def later_sql(connection: Any) -> str:
-    """Return an SQL expression that adds a parameter, a number of seconds, to the
+def later_sql(connection: Any, seconds: str = "%s") -> str:
+    """Return an SQL expression that adds `seconds`, by default a parameter, to the
     database's current time."""
     if connection.vendor == "postgresql":
-        return "clock_timestamp() + make_interval(secs => %s)"
-    shift = "printf('%%+.3f seconds', %s)"
+        return f"clock_timestamp() + make_interval(secs => {seconds})"
+    shift = f"printf('%%+.3f seconds', {seconds})"
     return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', {shift})"
 
 
@@ -143,9 +145,9 @@ def text_sql(connection: Any, column: str) -> str:
 
 
 def no_wait_sql(connection: Any) -> tuple[str, str]:
-    """Return a CTE and a condition. If a statement contains both, its commit does not
-    wait for the disk. Inside a transaction, and on SQLite, the CTE is empty and the
-    condition is true.
+    """Return a WITH clause and a condition. If a statement contains both, its commit
+    does not wait for the disk. Inside a transaction, and on SQLite, the clause is empty
+    and the condition is true.
 
     A crash of the server may lose a change that was made this way. Use this only for a
     change that can be lost without losing a message. At worst, work may be repeated.
@@ -153,7 +155,8 @@ def no_wait_sql(connection: Any) -> tuple[str, str]:
     if connection.vendor != "postgresql" or in_block(connection):
         return "", "TRUE"
     off = "SELECT set_config('synchronous_commit', 'off', true)"
-    return f"no_wait AS MATERIALIZED ({off})", "(SELECT count(*) FROM no_wait) = 1"
+    clause = f"WITH no_wait AS MATERIALIZED ({off})"
+    return clause, "(SELECT count(*) FROM no_wait) = 1"
 
 
 def prepared(model: type[models.Model], name: str, value: Any, connection: Any) -> Any:

@@ -14,7 +14,7 @@ from django.db import connections, models
 
 from ..django_internals import raw
 from ..rules.inbox import OPEN
-from .fields import SqlManager, no_wait_sql, now_sql, read_instant, read_uuid
+from .fields import SqlManager, later_sql, no_wait_sql, now_sql, read_instant, read_uuid
 from .turn import Turn, turn_sql
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ class ArrivalManager(SqlManager):
             stage, messages, idempotent, 0 if together else 1
         )
         no_wait, waits_not = no_wait_sql(connection)
-        if no_wait:
-            sql = f"WITH {no_wait} {sql}, {waits_not}"
+        sql = f"{no_wait} {sql}, {waits_not}"
         records = [read_record(row[:8]) for row in self._rows(sql, parameters)]
         return {one.message_id: one for one in records}
 
@@ -223,9 +222,7 @@ def processed_sql(connection: Any) -> str:
     """Return SQL that marks a row as processed. If the message has waited here for more
     than an hour, the SQL also sets `late_at`."""
     now = now_sql(connection)
-    hour_ago = f"{now} - interval '1 hour'"
-    if connection.vendor == "sqlite":
-        hour_ago = now.replace("'now'", "'now', '-1 hour'")
+    hour_ago = later_sql(connection, "-3600")
     late = f"CASE WHEN last_received_at < {hour_ago} THEN {now} END"
     return f"processed_at = {now}, late_at = {late}, {EMPTIED}"
 

@@ -31,6 +31,7 @@ from ..rules.inbox import OPEN
 from .fields import (
     SqlManager,
     began_sql,
+    epoch_sql,
     ids_sql,
     later_sql,
     limit_waits,
@@ -186,10 +187,9 @@ class OrderManager(SqlManager):
         now, never = now_sql(connection), never_sql(connection)
         # If a crash loses this, the message is rechecked later.
         no_wait, waits_not = no_wait_sql(connection)
-        with_no_wait = no_wait and f"WITH {no_wait}"
         passed = passed_sql("c.waits_for", "c.stage", skips=turn.skips)
         row = self._row(
-            f"{with_no_wait} UPDATE {self._table} AS c SET"  # noqa: S608 - constants only
+            f"{no_wait} UPDATE {self._table} AS c SET"  # noqa: S608 - constants only
             f" due_at = CASE WHEN {passed} THEN {now} ELSE {never} END,"
             f" waits_for = CASE WHEN {passed} THEN NULL ELSE waits_for END"
             f" WHERE c.id = %s AND c.due_at = %s AND {waits_sql('c')}"
@@ -249,19 +249,12 @@ class OrderManager(SqlManager):
         for SHORT_PAUSE."""
         longest = SHORT_PAUSE if soon else LONGEST_PAUSE
         connection, table = connections[self.db], self._table
-        now, waited = now_sql(connection), "clock_timestamp() - o.waits_since"
         passed = passed_sql("c.waits_for", "c.stage", skips=skips)
-        if connection.vendor == "postgresql":
-            pause = (
-                f"{now} + greatest(make_interval(secs => {FIRST_PAUSE}),"
-                f" least(make_interval(secs => {longest}), {waited}))"
-            )
-        else:
-            waited = "(julianday('now') - julianday(o.waits_since)) * 86400"
-            pause = (
-                "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('+%%.3f seconds',"
-                f" max({FIRST_PAUSE}, min({longest}, {waited}))))"
-            )
+        native = connection.vendor == "postgresql"
+        highest, lowest = ("greatest", "least") if native else ("max", "min")
+        waited = f"{epoch_sql(connection)} - {epoch_sql(connection, 'o.waits_since')}"
+        seconds = f"{highest}({FIRST_PAUSE}, {lowest}({longest}, {waited}))"
+        pause = later_sql(connection, seconds)
         # Read first, and changed only if unchanged since: a message that ended after
         # this statement began has released it already. They are returned, because
         # Python's `sqlite3` does not count what a statement with WITH has changed.

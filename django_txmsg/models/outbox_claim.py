@@ -294,10 +294,9 @@ class ClaimingManager(SqlManager):
         assignments = assignments.replace("{now}", now_sql(connection))
         # If a crash loses this, the message is sent again, with the same id.
         no_wait, waits_not = no_wait_sql(connection)
-        with_no_wait = no_wait and f"WITH {no_wait}"
         pending = PENDING_OTHERWISE.sql()
         return self._changed(
-            f"{with_no_wait} UPDATE {table} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
+            f"{no_wait} UPDATE {table} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
             f" AND lease_token = %s AND {pending} AND {waits_not}",
             [*values, *id_values, token.hex],
         )

@@ -182,16 +182,11 @@ class RateLineManager(SqlManager):
         now, greatest = epoch_sql(connection), "greatest" if native else "max"
         number, taken = ("l.taken", count) if slot is None else (str(int(slot)), 0)
         no_wait, waits_not = no_wait_sql(connection)
-        source = f"VALUES (%s, %s, {now} - %s, %s, %s)"
-        if no_wait:
-            no_wait = f"WITH {no_wait} "
-            source = (
-                f"SELECT %s, %s, {now} - %s, %s::float8, %s::bigint WHERE {waits_not}"
-            )
         first = slot or 0
         after, origin = self._row(
-            f"{no_wait}INSERT INTO {self._table} AS l"
-            f" (stage, key, origin, period, taken) {source}"
+            f"{no_wait} INSERT INTO {self._table} AS l"
+            f" (stage, key, origin, period, taken) SELECT %s, %s, {now} - %s,"
+            f" CAST(%s AS float8), CAST(%s AS bigint) WHERE {waits_not}"
             " ON CONFLICT (stage, key) DO UPDATE SET period = excluded.period,"
             f" taken = l.taken + {taken}, origin = {greatest}(CASE"
             " WHEN l.period = excluded.period THEN l.origin"

@@ -64,7 +64,8 @@ class Presence:
                 "in_flight": in_flight,
                 "silent_after": silent_after(conf.get().CONSUME.HEARTBEAT),
                 "outages": outages.as_json(breaker.outages()),
-                "running": self._running(),
+                # A relay may share its process with a consumer, whose row has them.
+                "running": _running_as_json() if self._kind == "consumer" else [],
             }
             own = workers.filter(name=self.name)
             if not own.update(heartbeat_at=Now(), **columns):
@@ -112,11 +113,6 @@ class Presence:
         finally:
             done.set()
             group.join()
-
-    def _running(self) -> list[dict[str, Any]]:
-        """Return the running handlers. A relay that shares its process with a consumer
-        omits them, because the consumer's row has them."""
-        return _running_as_json() if self._kind == "consumer" else []
 
     def _announce(self) -> None:
         """Record in the audit that this version of the code has begun. Do nothing if
