@@ -300,9 +300,8 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
     due = _ours(using).filter(due_at__lte=Now())
     if only is not None:
         due = due.filter(pk=only)
-    if connections[using].vendor == "postgresql":
-        due = due.select_for_update(skip_locked=True)
-    operation = due.order_by("changed_at", "pk").first()
+    free = due.select_for_update(skip_locked=True)
+    operation = free.order_by("changed_at", "pk").first()
     if operation is None:
         return None
     taken.append(operation)
@@ -374,11 +373,8 @@ def _next(operation: BulkOperation, using: str) -> list[Any]:
     if operation.kind not in _PROVIDED:
         # One that a later operation has restored did not match then.
         letters = letters.exclude(operation__gt=operation.pk).only(*_NEEDED)
-    if connections[using].vendor == "postgresql":
-        # No SKIP LOCKED here: the cursor would pass a message that is locked for a
-        # moment.
-        letters = letters.select_for_update()
-    return list(letters.order_by("pk")[:size])
+    # No SKIP LOCKED here: the cursor would pass a message that is locked for a moment.
+    return list(letters.select_for_update().order_by("pk")[:size])
 
 
 #: The columns of a dead letter that operations read; the longest are copied within the

@@ -126,10 +126,8 @@ class ControlMessage:
             USING: self.using,
             ORACLE: self.oracle,
         }
-        if self.transaction:
-            signed[TRANSACTION] = self.transaction
-        if self.database:
-            signed[DATABASE] = self.database
+        optional = {TRANSACTION: self.transaction, DATABASE: self.database}
+        signed |= {name: value for name, value in optional.items() if value}
         if self.joined_until is not None:
             signed[JOINED_UNTIL] = wire.format_instant(self.joined_until)
         headers = {

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,7 +166,7 @@ def handle(delivery: Delivery, dispatch: Dispatch, stop: threading.Event) -> Non
         control = ControlMessage.read(delivery)
     except ValueError as error:
         log.error("dropped an unreadable control message: %s", error)
-        _tell(None, None, "unreadable", Look(attempts=1), {})
+        _tell(None, "unreadable", Look(attempts=1))
         return
     look = remember(control)
     try:
@@ -177,7 +177,7 @@ def handle(delivery: Delivery, dispatch: Dispatch, stop: threading.Event) -> Non
         again.control = control
         raise
     forget(control)
-    _tell(control.session_id, control.using, outcome, look, control.headers)
+    _tell(control, outcome, look)
 
 
 def _look_safely(control: ControlMessage, look: Look, dispatch: Dispatch) -> str:
@@ -347,19 +347,13 @@ def _wait_or_give_up(control: ControlMessage, look: Look) -> str:
     return "given_up"
 
 
-def _tell(
-    session_id: uuid.UUID | None,
-    using: str | None,
-    outcome: str,
-    look: Look,
-    headers: Mapping[str, str],
-) -> None:
+def _tell(control: ControlMessage | None, outcome: str, look: Look) -> None:
     signals.control_message_handled.send_robust(
         sender=None,
-        session_id=session_id,
-        using=using,
+        session_id=control and control.session_id,
+        using=control and control.using,
         outcome=outcome,
         attempts=look.attempts,
         transit_time=look.transit_time,
-        headers=headers,
+        headers=control.headers if control else {},
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import uuid
 from typing import NamedTuple
 
-from django.db import connections, models, transaction
+from django.db import models, transaction
 from django.db.models import Count, Q
 from django.db.models.functions import Now
 
@@ -159,8 +159,6 @@ class Batch(models.Model):
         spare = max(self.total - failed - self.enough, 0)
         # Those asked last: they mostly are the last to be answered.
         open_rows = self.rows().filter(_OPEN).order_by("-number").values_list("pk")
-        if connections[open_rows.db].vendor != "postgresql":
-            return len(open_rows[: spare + 1]) <= spare
         with transaction.atomic(using=open_rows.db):
             free = open_rows.select_for_update(skip_locked=True, no_key=True)
             ended = len(free[: spare + 1]) <= spare

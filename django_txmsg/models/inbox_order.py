@@ -340,9 +340,9 @@ class OrderManager(SqlManager):
         # The first message is chosen once, even if a worker holds it: the operator
         # means no other. Its lease is removed, so that a worker that is about to park
         # it again changes nothing.
-        with transaction.atomic(using=self.db), connection.cursor() as cursor:
+        with transaction.atomic(using=self.db):
             limit_waits(connection, PATIENCE)
-            cursor.execute(
+            return self._changed(
                 f"UPDATE {table} SET due_at = {now_sql(connection)}, waits_for = NULL,"  # noqa: S608 - constants only
                 " lease_until = NULL, lease_token = NULL,"
                 f" headers = {_without(connection, link)} WHERE id = (SELECT c.id"
@@ -352,7 +352,6 @@ class OrderManager(SqlManager):
                 f" AND waits_for IS NOT NULL AND {OPEN.sql()}",
                 [stage, key],
             )
-            return int(cursor.rowcount)
 
     def wait_no_more(self, stage: str, between: Callable[[], object]) -> None:
         """Release all waiting messages of a stage that is not ordered any more. Skip a

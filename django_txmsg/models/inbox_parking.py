@@ -17,9 +17,17 @@ from django.db.models.functions import Now
 from .. import rules
 from ..rules.inbox import OPEN
 from .claiming import bounds, claim_sql
-from .fields import Holds, SqlManager, began_sql, later_sql, now_sql, skip_locked_sql
+from .fields import (
+    Holds,
+    Later,
+    SqlManager,
+    began_sql,
+    later_sql,
+    now_sql,
+    skip_locked_sql,
+)
 from .inbox_arrival import RECORD_COLUMNS, InboxRecord, read_record
-from .turn import Turn, held_sql
+from .turn import Turn
 
 #: Message types by name, each with the version of this code.
 Reads = Sequence[tuple[str, int]]
@@ -71,35 +79,20 @@ class ParkingManager(SqlManager):
         Returns False if the message is already processed or dead. Also returns False if
         its lease, `token`, has ended and another worker has claimed the message.
         """
-        connection = connections[self.db]
-        held, fence = held_sql(token)
-        line, place = "", list[Any]()
-        if slot is not None:
-            line, place = ", key = %s", [key]
+        rows = self.filter(Holds(OPEN), pk=pk)
+        if token is not None:
+            rows = rows.filter(lease_token=token)
+        line: dict[str, Any] = {} if slot is None else {"key": key}
         if turn is not None:
-            after_at = connection.ops.adapt_datetimefield_value(turn.after_at)
-            line, place = ", key = %s, after_at = %s", [turn.key, after_at]
-        return bool(
-            self._changed(
-                f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
-                " headers = %s, body = %s, last_error = %s, lease_until = NULL,"
-                " lease_token = NULL, needs_type = %s, needs_version = %s, slot = %s,"
-                f" attempts = attempts - %s{line} WHERE id = %s"
-                f" AND {OPEN.sql()}{held}",
-                [
-                    delay,
-                    json.dumps(dict(headers)),
-                    body,
-                    error,
-                    *(needs or ("", None)),
-                    slot,
-                    uncounted,
-                    *place,
-                    pk,
-                    *fence,
-                ],
-            )
-        )
+            line = {"key": turn.key, "after_at": turn.after_at}
+        needs_type, needs_version = needs or ("", None)
+        parked = rows.update(
+            due_at=Later(delay), headers=dict(headers), body=body, last_error=error,
+            lease_until=None, lease_token=None, needs_type=needs_type,
+            needs_version=needs_version, slot=slot,
+            attempts=models.F("attempts") - uncounted, **line,
+        )  # fmt: skip
+        return bool(parked)
 
     def due_stages(self, stages: Mapping[str, Reads | None]) -> set[str]:
         """Return the stages that have a parked message which is due, unclaimed and

@@ -150,9 +150,8 @@ class RunManager(SqlManager):
         """Return runs of these flows whose deadline has passed, and postpone each of
         these deadlines by a minute. The caller then continues the runs. Call this
         inside a transaction."""
-        skips = connections[self.db].vendor == "postgresql"
         due = (
-            self.select_for_update(skip_locked=skips)
+            self.select_for_update(skip_locked=True)
             .filter(service__in=services, flow__in=flows, due_at__lte=Now())
             .order_by("due_at", "pk")[:limit]
         )
