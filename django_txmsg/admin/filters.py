@@ -78,8 +78,8 @@ class PlaceFilter(CountingFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         """Yield each value, and how many of the newest rows have this value."""
-        using, table = model_admin.get_queryset(request).db, model_admin.opts.db_table
-        found = recent.values(using, table, str(self.parameter_name))
+        using, model = model_admin.get_queryset(request).db, model_admin.model
+        found = recent.values(using, model, str(self.parameter_name))
         counts = dict.fromkeys(self.known(), 0) | found
         # "12+": there may be more.
         more = "+" if sum(counts.values()) >= recent.RECENT else ""

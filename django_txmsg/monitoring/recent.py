@@ -5,44 +5,31 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from django.db import connections
+from django.db.models import Model
 
-from ..models.fields import query, read_instant
+from ..models import InboxMessage, OutboxMessage
 
 #: Number of rows that are read to find the last activity of each destination and stage.
 RECENT = 2_000
 
 
-def values(using: str, table: str, column: str) -> dict[str, int]:
+def values(using: str, model: type[Model], column: str) -> Counter[str]:
     """Count how often each value of a column occurs in the newest RECENT rows of a
     table."""
-    connection = connections[using]
-    table, column = map(connection.ops.quote_name, (table, column))
-    rows = query(
-        using,
-        f"SELECT {column}, COUNT(*) FROM (SELECT {column} FROM {table}"  # noqa: S608 - names of the models only
-        f" ORDER BY id DESC LIMIT %s) AS newest GROUP BY {column}",
-        [RECENT],
-    )
-    return dict(rows)
+    return Counter(value for (value,) in _newest(using, model, column))
 
 
 def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:
     """Return the time and the broker of the last dispatch to each destination, from the
     newest rows."""
-    rows = query(
-        using,
-        "SELECT destination, MAX(dispatched_at), broker FROM ("
-        " SELECT destination, dispatched_at, broker FROM django_txmsg_outboxmessage"
-        " ORDER BY id DESC LIMIT %s) AS newest GROUP BY destination, broker"
-        " ORDER BY MAX(dispatched_at) NULLS FIRST",
-        [RECENT],
-    )
+    rows = _newest(using, OutboxMessage, "destination", "dispatched_at", "broker")
     # The last one of a destination remains.
-    return {name: (read_instant(last), broker) for name, last, broker in rows}
+    ordered = sorted(rows, key=lambda row: (row[1] is not None, row[1]))
+    return {name: (last, broker) for name, last, broker in ordered}
 
 
 def last_processed(
@@ -51,16 +38,10 @@ def last_processed(
     """Return, for each stage in the newest rows, when it last processed a message. Also
     return the 95th percentiles of its processing time and of its critical time, in
     seconds."""
-    rows = query(
-        using,
-        "SELECT stage, processed_at, started_at, created_at"
-        " FROM django_txmsg_inboxmessage ORDER BY id DESC LIMIT %s",
-        [RECENT],
-    )
-    times: dict[str, list[tuple[Any, Any, Any]]] = {}
-    for stage, *instants in rows:
-        processed, started, created = map(read_instant, instants)
-        times.setdefault(stage, []).append((processed, started, created))
+    columns = ("stage", "processed_at", "started_at", "created_at")
+    times: dict[str, list[Any]] = {}
+    for stage, *instants in _newest(using, InboxMessage, *columns):
+        times.setdefault(stage, []).append(instants)
     return [
         (
             stage,
@@ -70,6 +51,11 @@ def last_processed(
         )
         for stage, found in sorted(times.items())
     ]
+
+
+def _newest(using: str, model: type[Model], *columns: str) -> Any:
+    rows = model._default_manager.using(using).order_by("-pk")
+    return rows.values_list(*columns)[:RECENT]
 
 
 def _p95(values: Iterable[float]) -> float | None:
