@@ -18,7 +18,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from .. import conf
-from ..models.fields import clock
+from ..models.fields import OneOf, clock
 from ..models.monitoring import Deed
 from ..spark.models import ArchiveMark, Finding, PipelineAlert, PipelineRun, RunState
 from . import display
@@ -269,10 +269,8 @@ class FindingAdmin(ReadOnlyAdmin):
             chosen = list(rows)
             for finding in chosen:
                 audit(request, finding, deed, text)
-            keys = [finding.pk for finding in chosen]
-            for start in range(0, len(keys), 500):
-                part = keys[start : start + 500]
-                Finding.objects.using(using).filter(pk__in=part).update(**changes)
+            keys = OneOf("pk", [finding.pk for finding in chosen])
+            Finding.objects.using(using).filter(keys).update(**changes)
         return len(chosen)
 
     @admin.display(description="message")

@@ -160,13 +160,8 @@ def check_runs(asked: Sequence[str]) -> Iterator[CheckMessage]:
                 groups = list(found.annotate(Count("pk")))
         except AnyDatabaseError:
             continue  # not migrated yet
-        for flow, step, otherwise, version, waits_for, reads, count in groups:
-            missing = ["the flow itself"]
-            if (declared := known.get(flow)) is not None:
-                missing = [
-                    *_missing(declared, step, otherwise, version, waits_for, reads)
-                ]
-            if missing:
+        for flow, *waits, count in groups:
+            if missing := list(_missing(known.get(flow), *waits)):
                 yield Error(
                     f"{count} open runs of flow {flow!r} in database {using!r} wait "
                     "for something that this code does not have: "
@@ -179,13 +174,16 @@ def check_runs(asked: Sequence[str]) -> Iterator[CheckMessage]:
 
 
 def _missing(
-    declared: Declaration,
+    declared: Declaration | None,
     step: str,
     otherwise: str,
     version: int,
     waits_for: str,
     reads: str,
 ) -> Iterator[str]:
+    if declared is None:
+        yield "the flow itself"
+        return
     if version > declared.version:
         yield f"version {version} of its state"
     if waits_for == WaitsFor.UNDO:

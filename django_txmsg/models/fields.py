@@ -185,7 +185,9 @@ class OneOf(models.Func):
 
     output_field = models.BooleanField()
 
-    def __init__(self, column: str, ids: Collection[int]) -> None:
+    def __init__(
+        self, column: str, ids: Collection[int] | Collection[uuid.UUID]
+    ) -> None:
         super().__init__(models.F(column))
         self.ids = ids
 

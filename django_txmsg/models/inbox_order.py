@@ -148,11 +148,7 @@ class OrderManager(SqlManager):
         held, fence = held_sql(token)
         condition = held or " AND due_at IS NULL"
         waits_for = None if aside else turn.after_id
-        # In the form in which it is compared: drivers parse SQLite's text into
-        # instants.
-        due = "due_at"
-        if connection.vendor != "postgresql":
-            due = "CAST(due_at AS TEXT)"
+        # As text, in the form in which it is compared: drivers parse instants.
         row = self._row(
             f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
             f" waits_since = COALESCE(waits_since, {now_sql(connection)}),"
@@ -160,7 +156,8 @@ class OrderManager(SqlManager):
             " after_at = %s, headers = COALESCE(headers, %s),"
             " body = COALESCE(body, %s), lease_until = NULL, lease_token = NULL,"
             " attempts = attempts - %s"
-            f" WHERE id = %s AND {OPEN.sql()}{condition} RETURNING {due}",
+            f" WHERE id = %s AND {OPEN.sql()}{condition}"
+            " RETURNING CAST(due_at AS TEXT)",
             [
                 FIRST_PAUSE,
                 waits_for and waits_for.hex,

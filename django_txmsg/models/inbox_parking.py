@@ -142,7 +142,7 @@ class ParkingManager(SqlManager):
         return Parked(
             record=read_record(record),
             destination=destination,
-            headers=json.loads(headers) if isinstance(headers, str) else headers,
+            headers=json.loads(headers),
             body=bytes(body),
             lease=lease,
             since=since,

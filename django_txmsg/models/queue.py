@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -78,15 +77,11 @@ class QueueManager(SqlManager):
                 token.hex,
             ],
         )
-        rows = sorted(rows, key=lambda row: (-row[4], row[0]))
         return [
-            (
-                pk,
-                headers if isinstance(headers, str) else json.dumps(headers),
-                bytes(body),
-                deliveries,
+            (pk, headers, bytes(body), deliveries)
+            for pk, headers, body, deliveries, _ in sorted(
+                rows, key=lambda row: (-row[4], row[0])
             )
-            for pk, headers, body, deliveries, _priority in rows
         ]
 
     def claim_by_priority(
