@@ -10,46 +10,29 @@ from ..errors import ConfigurationError
 if not apps.is_installed("django_txmsg"):
     raise ConfigurationError('Add "django_txmsg" to INSTALLED_APPS.')
 
-from .batch import Batch, Branch
-from .bulk_operation import BulkOperation
-from .dead_letter import Attempt, DeadLetter, FailureNote
-from .http_outbox import DatabaseIdentity, IdempotencyKey, SessionRecord
-from .inbox import InboxMessage
-from .key_tail import KeyTail
-from .monitoring import Alert, AuditEntry, PeriodCount
-from .outbox import OutboxMessage
-from .queue import QueueMessage, QueueSubscription
-from .run import FlowStep, FlowUndo, Run
-from .schedule import Schedule
-from .stage import RateLine, StageState, StopRequest
-from .task_run import TaskRun
-from .worker import Worker
-
-__all__ = [
-    "Alert",
-    "Attempt",
-    "AuditEntry",
-    "Batch",
-    "Branch",
-    "BulkOperation",
-    "DatabaseIdentity",
-    "DeadLetter",
-    "FailureNote",
-    "FlowStep",
-    "FlowUndo",
-    "IdempotencyKey",
-    "InboxMessage",
-    "KeyTail",
-    "OutboxMessage",
-    "PeriodCount",
-    "QueueMessage",
-    "QueueSubscription",
-    "RateLine",
-    "Run",
-    "Schedule",
-    "SessionRecord",
-    "StageState",
-    "StopRequest",
-    "TaskRun",
-    "Worker",
-]
+from .batch import Batch as Batch
+from .batch import Branch as Branch
+from .bulk_operation import BulkOperation as BulkOperation
+from .dead_letter import Attempt as Attempt
+from .dead_letter import DeadLetter as DeadLetter
+from .dead_letter import FailureNote as FailureNote
+from .http_outbox import DatabaseIdentity as DatabaseIdentity
+from .http_outbox import IdempotencyKey as IdempotencyKey
+from .http_outbox import SessionRecord as SessionRecord
+from .inbox import InboxMessage as InboxMessage
+from .key_tail import KeyTail as KeyTail
+from .monitoring import Alert as Alert
+from .monitoring import AuditEntry as AuditEntry
+from .monitoring import PeriodCount as PeriodCount
+from .outbox import OutboxMessage as OutboxMessage
+from .queue import QueueMessage as QueueMessage
+from .queue import QueueSubscription as QueueSubscription
+from .run import FlowStep as FlowStep
+from .run import FlowUndo as FlowUndo
+from .run import Run as Run
+from .schedule import Schedule as Schedule
+from .stage import RateLine as RateLine
+from .stage import StageState as StageState
+from .stage import StopRequest as StopRequest
+from .task_run import TaskRun as TaskRun
+from .worker import Worker as Worker
