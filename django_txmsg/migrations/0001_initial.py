@@ -241,9 +241,6 @@ class Migration(migrations.Migration):
                 ),
                 ("finished_at", models.DateTimeField(null=True)),
             ],
-            options={
-                "verbose_name": "task run",
-            },
         ),
         migrations.CreateModel(
             name="Worker",
@@ -496,7 +493,6 @@ class Migration(migrations.Migration):
                 ("last_error", models.TextField(default="")),
             ],
             options={
-                "verbose_name": "bulk operation",
                 "indexes": [
                     models.Index(
                         condition=models.Q(("state", "running")),
@@ -546,7 +542,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "audit entry",
                 "verbose_name_plural": "audit entries",
                 "indexes": [models.Index(fields=["at"], name="txmsg_audit_at")],
             },
@@ -633,7 +628,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "dead letter",
                 "permissions": [
                     ("redeliver_deadletter", "Can redeliver dead letters"),
                     (
@@ -756,7 +750,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "idempotency key",
                 "indexes": [
                     models.Index(fields=["created_at"], name="txmsg_idempotency_when")
                 ],
@@ -901,7 +894,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "inbox message",
                 "permissions": [
                     (
                         "stop_inboxmessage",
@@ -999,7 +991,6 @@ class Migration(migrations.Migration):
                 ("previous_at", models.BigIntegerField(null=True)),
             ],
             options={
-                "verbose_name": "key tail",
                 "constraints": [
                     models.UniqueConstraint(
                         fields=("broker", "destination", "key"), name="txmsg_key_tail"
@@ -1104,7 +1095,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "outbox message",
                 "permissions": [
                     ("cancel_outboxmessage", "Can cancel pending messages"),
                     ("reschedule_outboxmessage", "Can reschedule pending messages"),
@@ -1661,7 +1651,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "batch",
                 "verbose_name_plural": "batches",
             },
         ),
@@ -1745,7 +1734,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "session record",
                 "indexes": [
                     models.Index(fields=["created_at"], name="txmsg_session_created")
                 ],

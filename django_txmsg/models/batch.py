@@ -42,8 +42,6 @@ class Branch(models.Model):
     )
     answered_at = models.DateTimeField(null=True)
 
-    objects: models.Manager[Branch] = models.Manager()
-
     class Meta:
         verbose_name = "branch of a batch"
         verbose_name_plural = "branches of batches"
@@ -98,10 +96,7 @@ class Batch(models.Model):
     enough = models.PositiveIntegerField(help_text="How many answers end it.")
     created_at = models.DateTimeField(db_default=Now())
 
-    objects: models.Manager[Batch] = models.Manager()
-
     class Meta:
-        verbose_name = "batch"
         verbose_name_plural = "batches"
 
     def __str__(self) -> str:

@@ -114,7 +114,6 @@ class BulkOperation(models.Model):
     objects = BulkManager()
 
     class Meta:
-        verbose_name = "bulk operation"
         indexes = [
             models.Index(
                 fields=["due_at"], condition=Q(state="running"), name="txmsg_bulk_due"

@@ -256,7 +256,6 @@ class DeadLetter(models.Model):
     objects = DeadLetterManager()
 
     class Meta:
-        verbose_name = "dead letter"
         permissions = [
             ("redeliver_deadletter", "Can redeliver dead letters"),
             ("edit_deadletter", "Can redeliver an edited copy of a dead letter"),

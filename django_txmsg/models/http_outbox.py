@@ -88,7 +88,6 @@ class SessionRecord(models.Model):
     objects = SessionManager()
 
     class Meta:
-        verbose_name = "session record"
         indexes = [models.Index(fields=["created_at"], name="txmsg_session_created")]
 
     def __str__(self) -> str:
@@ -117,7 +116,6 @@ class IdempotencyKey(models.Model):
     created_at = models.DateTimeField(db_default=Now())
 
     class Meta:
-        verbose_name = "idempotency key"
         constraints = [
             models.UniqueConstraint(
                 fields=["caller", "key"], name="txmsg_idempotency_key"

@@ -254,7 +254,6 @@ class InboxMessage(models.Model):
     order = OrderManager()
 
     class Meta:
-        verbose_name = "inbox message"
         permissions = [
             ("stop_inboxmessage", "Can stop messages that a handler is processing")
         ]

@@ -81,7 +81,6 @@ class KeyTail(models.Model):
     objects = KeyTailManager()
 
     class Meta:
-        verbose_name = "key tail"
         constraints = [
             models.UniqueConstraint(
                 fields=["broker", "destination", "key"], name="txmsg_key_tail"

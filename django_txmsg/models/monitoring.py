@@ -236,7 +236,6 @@ class AuditEntry(models.Model):
     objects = AuditManager()
 
     class Meta:
-        verbose_name = "audit entry"
         verbose_name_plural = "audit entries"
         indexes = [models.Index(fields=["at"], name="txmsg_audit_at")]
 

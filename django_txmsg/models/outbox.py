@@ -246,7 +246,6 @@ class OutboxMessage(models.Model):
     objects = OutboxManager()
 
     class Meta:
-        verbose_name = "outbox message"
         permissions = [
             ("cancel_outboxmessage", "Can cancel pending messages"),
             ("reschedule_outboxmessage", "Can reschedule pending messages"),

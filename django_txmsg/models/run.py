@@ -332,8 +332,6 @@ class FlowStep(models.Model):
         help_text="Whether the run has gone back to before this step.",
     )
 
-    objects: models.Manager[FlowStep] = models.Manager()
-
     class Meta:
         verbose_name = "step of a run"
         verbose_name_plural = "steps of runs"
@@ -367,8 +365,6 @@ class FlowUndo(models.Model):
         default=False, help_text="Whether the answer to the request has come."
     )
     confirmed_at = models.DateTimeField(null=True)
-
-    objects: models.Manager[FlowUndo] = models.Manager()
 
     class Meta:
         verbose_name = "undo of a run"

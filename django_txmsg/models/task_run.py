@@ -55,8 +55,5 @@ class TaskRun(models.Model):
 
     objects = TaskRunManager()
 
-    class Meta:
-        verbose_name = "task run"
-
     def __str__(self) -> str:
         return str(self.message_id)

@@ -32,7 +32,6 @@ class ArchiveMark(models.Model):
 
     class Meta:
         db_table = "django_txmsg_archivemark"
-        verbose_name = "archive mark"
         constraints = [
             models.UniqueConstraint(
                 fields=["source", "lake_id"], name="txmsg_archive_mark"
@@ -66,7 +65,6 @@ class Finding(models.Model):
 
     class Meta:
         db_table = "django_txmsg_finding"
-        verbose_name = "finding"
         permissions = [
             ("acknowledge_finding", "Can acknowledge findings"),
             ("replay_finding", "Can request replays of findings"),
@@ -99,7 +97,6 @@ class PipelineAlert(models.Model):
 
     class Meta:
         db_table = "django_txmsg_pipelinealert"
-        verbose_name = "pipeline alert"
         constraints = [
             models.UniqueConstraint(
                 fields=["service", "name"], name="txmsg_pipeline_alert"
@@ -151,7 +148,6 @@ class PipelineRun(models.Model):
 
     class Meta:
         db_table = "django_txmsg_pipelinerun"
-        verbose_name = "pipeline run"
         indexes = [models.Index(fields=["-started_at"], name="txmsg_run_started")]
 
     def __str__(self) -> str:
@@ -207,7 +203,6 @@ class StagedMessage(models.Model):
 
     class Meta:
         db_table = "django_txmsg_stagedmessage"
-        verbose_name = "staged message"
         indexes = [models.Index(fields=["run", "task"], name="txmsg_staged_run")]
 
     def __str__(self) -> str:
@@ -226,7 +221,6 @@ class StoredRun(models.Model):
 
     class Meta:
         db_table = "django_txmsg_storedrun"
-        verbose_name = "stored run"
 
     def __str__(self) -> str:
         return f"{self.name}: {self.messages} messages"

@@ -76,7 +76,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "stored run",
                 "db_table": "django_txmsg_storedrun",
             },
         ),
@@ -118,7 +117,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "archive mark",
                 "db_table": "django_txmsg_archivemark",
                 "constraints": [
                     models.UniqueConstraint(
@@ -164,7 +162,6 @@ class Migration(migrations.Migration):
                 ("note", models.TextField(default="")),
             ],
             options={
-                "verbose_name": "finding",
                 "db_table": "django_txmsg_finding",
                 "permissions": [
                     ("acknowledge_finding", "Can acknowledge findings"),
@@ -216,7 +213,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "pipeline alert",
                 "db_table": "django_txmsg_pipelinealert",
                 "constraints": [
                     models.UniqueConstraint(
@@ -261,7 +257,6 @@ class Migration(migrations.Migration):
                 ("finished_at", models.DateTimeField(null=True)),
             ],
             options={
-                "verbose_name": "pipeline run",
                 "db_table": "django_txmsg_pipelinerun",
                 "indexes": [
                     models.Index(fields=["-started_at"], name="txmsg_run_started")
@@ -307,7 +302,6 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "staged message",
                 "db_table": "django_txmsg_stagedmessage",
                 "indexes": [
                     models.Index(fields=["run", "task"], name="txmsg_staged_run")
