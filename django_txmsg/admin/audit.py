@@ -90,7 +90,6 @@ class AuditAdmin(ReadOnlyAdmin):
     list_select_related = ("operation",)
     search_fields = ("by", "text")
     search_help_text = "Part of a name, or of what was done"
-    ordering = ("-id",)
     get_search_results = admin.ModelAdmin.get_search_results
 
     def get_urls(self) -> list[Any]:

@@ -64,6 +64,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
     show_facets = admin.ShowFacets.NEVER  # our filters count, up to a cap
     paginator = CappedPaginator
     sortable_by: ClassVar[Any] = ()
+    ordering: ClassVar[Any] = ("-id",)
     actions: Any = None
     change_list_template = "admin/django_txmsg/change_list.html"
     #: Whether users with the permission may delete rows.
@@ -203,7 +204,6 @@ class MessageAdmin(RowPageAdmin):
     # The first column too: on a phone, the others are off the screen.
     list_display_links: Any = ("state", "message")
     search_fields = ("message_id",)
-    ordering = ("-id",)
     #: The columns by which a search finds rows without that message id.
     found_by: ClassVar[tuple[str, ...]] = ("correlation_id",)
 

@@ -54,7 +54,6 @@ class BulkAdmin(RowPageAdmin):
         "status", "kind", "progress", "skipped", "filters", "by", "age",
     )  # fmt: skip
     list_filter = ("state", "kind")
-    ordering = ("-id",)
     change_list_template = "admin/django_txmsg/bulk_operations.html"
 
     def get_urls(self) -> list[Any]:

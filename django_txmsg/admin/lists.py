@@ -34,7 +34,6 @@ class AlertAdmin(ReadOnlyAdmin):
     list_display = ("state", "kind", "text", "began", "ended", "service")
     list_display_links = None
     list_filter = ("kind",)
-    ordering = ("-id",)
 
     state = display.column("state", display.badge, "status")
 
@@ -134,7 +133,6 @@ class IdempotencyAdmin(ReadOnlyAdmin):
     list_display_links = None
     search_fields = ("key",)
     search_help_text = "Exact key"
-    ordering = ("-id",)
     actions = ()
     deletes = True
 

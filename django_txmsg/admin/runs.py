@@ -90,7 +90,6 @@ class RunAdmin(RowPageAdmin):
     list_filter = (RunStateFilter, FlowFilter, StepFilter, SinceFilter)
     search_fields = ("run_id",)
     search_help_text = "Exact id of a run, or key"
-    ordering = ("-id",)
     change_list_template = "admin/django_txmsg/runs.html"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Run]:
