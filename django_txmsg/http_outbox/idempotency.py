@@ -104,15 +104,11 @@ def claim(request: HttpRequest, using: str) -> HttpResponse | None:
     try:
         if not _alone(using, caller, key):
             return _in_progress()
-        stored = (
-            IdempotencyKey.objects.using(using).filter(caller=caller, key=key).first()
-        )
+        keys = IdempotencyKey.objects.using(using)
+        stored = keys.filter(caller=caller, key=key).first()
         if stored is None:
-            request._txmsg_idempotency = (  # type: ignore[attr-defined]  # kept on the request
-                IdempotencyKey.objects.using(using).create(
-                    caller=caller, key=key, fingerprint=fingerprint
-                )
-            )
+            row = keys.create(caller=caller, key=key, fingerprint=fingerprint)
+            request._txmsg_idempotency = row  # type: ignore[attr-defined]  # kept on the request
             return None
     except (IntegrityError, OperationalError) as error:
         if not _is_taken(error):

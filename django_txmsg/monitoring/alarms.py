@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -297,10 +298,10 @@ def _dead(status: Status) -> Iterator[Alarm]:
 def _in(status: Status) -> str:
     """Return the number of dead letters in each database, as text. If all of them are
     in the outbox's own database, return ""."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for place in [*status.stages.values(), *status.destinations.values()]:
-        if place.dead:
-            found[place.database] = found.get(place.database, 0) + place.dead
+        found[place.database] += place.dead
+    found = +found  # those with dead letters
     if found.keys() <= {status.databases[0]}:
         return ""
     return "; " + ", ".join(f"{n:,} in database {name}" for name, n in found.items())

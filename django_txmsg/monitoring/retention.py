@@ -158,11 +158,8 @@ def _doomed(kind: Kind, using: str, size: int) -> Iterator[QuerySet[Any]]:
     last: Any = None
     while True:
         following = rows if last is None else rows.filter(**{f"{kind.by}__gt": last})
-        page = list(
-            following.order_by(kind.by).values_list(kind.by, kind.clock or kind.by)[
-                :size
-            ]
-        )
+        ordered = following.order_by(kind.by)
+        page = list(ordered.values_list(kind.by, kind.clock or kind.by)[:size])
         if not page:
             return
         if kind.clock is not None and min(clock for _, clock in page) >= cutoff:
@@ -188,11 +185,8 @@ def _delete(doomed: QuerySet[Any], using: str) -> int:
         return delete_where(doomed)
     attempts = Attempt.objects.using(using)
     # Checked before the transaction: on SQLite one that began by reading may not write.
-    failed = list(
-        attempts.filter(Exists(doomed.filter(_same_message()))).values_list(
-            "pk", flat=True
-        )
-    )
+    of_doomed = attempts.filter(Exists(doomed.filter(_same_message())))
+    failed = list(of_doomed.values_list("pk", flat=True))
     remembered = InboxMessage.objects.using(using).filter(_same_message())
     with transaction.atomic(using=using):
         deleted = delete_where(doomed)

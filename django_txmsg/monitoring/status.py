@@ -253,11 +253,8 @@ def read(*aliases: str) -> Status:
     status = Status(now, list(aliases) or databases.with_tables(), present)
     if not aliases:
         status.with_only_queues = databases.with_only_queues()
-    paused = list(
-        StageState.objects.db_manager(router.db_for_write(StageState)).exclude(
-            paused_at=None
-        )
-    )
+    states = StageState.objects.using(router.db_for_write(StageState))
+    paused = list(states.exclude(paused_at=None))
     for declared in all_stages():
         using = databases.of_stage(declared)
         _place(status.stages, declared.name, using or home)
