@@ -159,13 +159,6 @@ def no_wait_sql(connection: Any) -> tuple[str, str]:
     return clause, "(SELECT count(*) FROM no_wait) = 1"
 
 
-def prepared(model: type[models.Model], name: str, value: Any, connection: Any) -> Any:
-    """Return a value in the form in which the database stores the values of a model's
-    field."""
-    field: Any = model._meta.get_field(name)
-    return field.get_db_prep_save(value, connection)
-
-
 def ids_sql(
     connection: Any,
     column: str,

@@ -18,15 +18,7 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from .fields import (
-    Later,
-    SqlManager,
-    began_sql,
-    later_sql,
-    prepared,
-    read_instant,
-    read_uuid,
-)
+from .fields import Later, SqlManager, began_sql, later_sql, read_instant, read_uuid
 
 
 class WaitsFor(models.TextChoices):
@@ -118,7 +110,8 @@ class RunManager(SqlManager):
                 given.append(value.seconds)
             else:
                 places.append(f"{name} = %s")
-                given.append(prepared(self.model, name, value, connection))
+                field: Any = self.model._meta.get_field(name)
+                given.append(field.get_db_prep_save(value, connection))
         given += [run.pk, turn and turn.hex]
         update = f"UPDATE {table} SET {', '.join(places)} WHERE id = %s AND turn = %s"  # noqa: S608 - constants only
         history = self.model._meta.get_field("steps").related_model._meta
