@@ -19,6 +19,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from .. import codecs, conf, wire
+from ..envelope.codec import from_json, to_json
 from ..envelope.handler import accepted, path_of
 from ..envelope.message import Message
 from ..envelope.message_type import is_name, message_type
@@ -162,29 +163,46 @@ class Declaration:
             f"methods under @step, as self.{next(iter(self.steps))}."
         )
 
-    def encode(self, flow: object) -> str:
-        """Return a flow's state as JSON. Raises InvalidMessage if a value does not fit
-        its field, and ConfigurationError if the JSON is too long."""
+    def encode(self, flow: Any) -> str:
+        """Return a flow's state as JSON, with the keys that `decode()` did not know.
+        Raises InvalidMessage if a value does not fit its field, and ConfigurationError
+        if the JSON of the fields is too long."""
         values = {name: getattr(flow, name) for name in self.fields}
-        text = codecs.body_type(self.state).encode(self.state(**values))
+        body = codecs.body_type(self.state)
+        text = body.encode(self.state(**values))
         if len(text) > MAX_STATE:
             raise ConfigurationError(
                 f"The state of flow {self.name!r} has {len(text)} bytes, and at most "
                 f"{MAX_STATE} are kept. Keep the data in rows of your own, and their "
                 f"ids in the state."
             )
+        if flow._unknown:
+            merged = to_json(flow._unknown | from_json(text))
+            # A codec may read a field from more keys than it writes, as an alias.
+            if body.encode(self._read(merged, self.version)) == text:
+                text = merged
         return text.decode()
 
     def decode(self, text: str, version: int) -> dict[str, Any]:
-        """Return the values of a stored state's fields, upgraded to the version of this
-        code.
+        """Return the arguments that create a flow's object with a stored state, which
+        is upgraded to the version of this code.
+
+        Newer code may have added fields without a new version. Their keys are unknown
+        here, and `encode()` writes them back.
 
         Raises NewerCodeNeeded if the state has a newer version, and DecodeError if a
         value does not fit its field.
         """
+        state = self._read(text.encode(), version)
+        values = {name: getattr(state, name) for name in self.fields}
+        stored = from_json(text) if version == self.version else None
+        if isinstance(stored, dict) and (unknown := stored.keys() - values):
+            values["_unknown"] = {name: stored[name] for name in unknown}
+        return values
+
+    def _read(self, text: bytes, version: int) -> Any:
         header = str(TypeHeader(self.name, version, version))
-        state = codecs.reader(self.state).read(text.encode(), wire.JSON, header)
-        return {name: getattr(state, name) for name in self.fields}
+        return codecs.reader(self.state).read(text, wire.JSON, header)
 
     def send(
         self, body: object, headers: Mapping[str, str], *, to: Any = None, **more: Any

@@ -163,6 +163,8 @@ class Flow(Generic[In, Out]):
 
     def __init__(self, **state: Any) -> None:
         """Create an object with this state, for a test of a step."""
+        #: Keys of the stored state that are no fields of this code.
+        self._unknown: dict[str, Any] = state.pop("_unknown", {})
         values = self._declaration.state(**state)
         for one in self._declaration.fields:
             setattr(self, one, getattr(values, one))

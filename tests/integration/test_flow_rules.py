@@ -36,6 +36,7 @@ this file.
   `test_a_request_that_an_operator_discards_is_answered`,
   `test_no_copy_of_a_revoked_request_is_executed`, one here.
 - The state has a version: `test_what_waits_for_newer_code_continues_with_it`, one here.
+- Code keeps the keys of a state that it does not know: two here.
 - Messages address a step by its name:
   `test_a_step_that_this_code_does_not_have_waits_for_code_that_has`, one here.
 - If an open run waits for a step that the code does not have, `check --database`
@@ -47,11 +48,13 @@ this file.
 from __future__ import annotations
 
 import datetime as dt
+import json
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from decimal import Decimal
+from typing import Annotated, Any, ClassVar
 
 import pytest
 from django.core.management import call_command
@@ -59,6 +62,7 @@ from django.core.management.base import SystemCheckError
 from django.db import transaction
 from django.db.models import F
 from django.utils import timezone
+from pydantic import AliasChoices, Field
 
 from django_txmsg import Destination, send_message, stages, upgrade, wire
 from django_txmsg.checks import check_databases
@@ -168,6 +172,34 @@ class Changed(Flow[Ruled, int], name="rules.flow", within=HOUR, version=2):
     @step(was="done")
     def finished(self, reply: Ruled) -> Next[int]:
         return self.amount + reply.number
+
+
+@shelved
+class Enlarged(Obedient, name="rules.flow", within=HOUR):
+    """The flow with another field, and no new version."""
+
+    amount: Decimal = Decimal(0)
+
+    @signal
+    def remarked(self, remark: Remark) -> None:
+        self.amount += Decimal(remark.text)
+
+
+@shelved
+class Aliased(Flow[Ruled, int], name="rules.flow", within=HOUR):
+    """The flow with a renamed field, which is also read from its former name."""
+
+    notes: Annotated[
+        list[str], Field(validation_alias=AliasChoices("remarks", "notes"))
+    ] = []
+
+    @step
+    def start(self, ruled: Ruled) -> Next[int]:
+        return ruled.number
+
+    @signal
+    def remarked(self, remark: Remark) -> None:
+        self.notes = [*self.notes, remark.text]
 
 
 @shelved
@@ -613,3 +645,39 @@ def test_no_steps_are_kept_without_history() -> None:
         drain()
     assert outcome(run) == Outcome.ANSWERED
     assert not FlowStep.objects.exists()
+
+
+def remark(text: str) -> dict[str, Any]:
+    """Let the deployed code process a signal, and return the state of the run."""
+    with transaction.atomic():
+        Obedient.signal("1", Remark(text))
+    ship()
+    take(stages.find(["rules.flow.steps"])[0])
+    state: dict[str, Any] = json.loads(Run.objects.get().state)
+    return state
+
+
+@pytest.mark.usefixtures("undone")
+def test_older_code_keeps_a_field_that_newer_code_has_added() -> None:
+    begun()
+    with deployed(Enlarged):
+        remark("12345678901234567.89")
+    with deployed(Obedient):
+        assert remark("old")["remarks"] == ["old"]
+    with deployed(Enlarged):
+        remark("0.01")
+    with deployed(Obedient):
+        assert remark("new")["remarks"] == ["old", "new"]
+    run = Run.objects.get()
+    kept = Enlarged._declaration.decode(run.state, run.version)
+    assert kept["amount"] == Decimal("12345678901234567.90")
+
+
+@pytest.mark.usefixtures("undone")
+def test_former_name_that_is_an_alias_does_not_keep_an_old_value() -> None:
+    begun()
+    remark("old")
+    with deployed(Aliased):
+        remark("new")
+    run = Run.objects.get()
+    assert Aliased._declaration.decode(run.state, 1)["notes"] == ["old", "new"]
