@@ -277,7 +277,7 @@ def _timing_line(one: Timing) -> str:
     following = local(one.next) if one.next else "-"
     return (
         f"{one.name}  {shown['every'] or 'unknown here'} {shown['tz']}  "
-        f"to {shown['destination'] or '-'}  last {last}  "
+        f"to {shown['destination'] or '-'}  last tick or start {last}  "
         f"next {following}{_timing_note(one)}"
     )
 

@@ -193,7 +193,7 @@ def _late_ticks(status: Status) -> Iterator[Alarm]:
         last = duration(status.now - one.row.last_tick)
         yield Alarm(
             f"The recurring message {one.name} was not stored when it was due",
-            f": its last tick was {last} ago. Only a relay in which it is declared "
+            f": no tick was stored for {last}. Only a relay in which it is declared "
             f"stores it; the relay's log says why it could not.",
             table="schedule", about=one.name,
         )  # fmt: skip

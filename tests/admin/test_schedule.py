@@ -186,6 +186,18 @@ def test_tick_without_stored_message_is_overdue(operator: Client) -> None:
 
 
 @pytest.mark.django_db
+def test_start_of_a_made_message_is_not_called_its_last_tick(operator: Client) -> None:
+    told("make", "made", "0 1 * * *", "reports.made")
+    Schedule.objects.update(last_tick=timezone.now() - dt.timedelta(days=2))
+
+    assert re.search(r"made .*  last tick or start \d{4}-", told("list"))
+    assert "<th>Last tick or start</th>" in operator.get(URL).content.decode()
+    page = operator.get(OVERVIEW).content.decode()
+    assert "no tick was stored for 2 d" in page
+    assert "last tick" not in page
+
+
+@pytest.mark.django_db
 def test_declaration_that_no_relay_has_recorded_is_marked(operator: Client) -> None:
     def check(*, recorded: bool) -> None:
         mark = "no relay has recorded it"
