@@ -239,8 +239,9 @@ def _answer(flow: type[Flow[Any, Any]], run: Run) -> Any:
 
 class FlowView(View):
     """Answers GET with the JSON of a run: `run_id`, `key`, `step`, `waits_for`,
-    `outcome` ("" while the run is open) and `answer`. `?wait=20` waits up to 20 seconds
-    for the end of the run. The longest wait is 30 seconds.
+    `outcome` ("" while the run is open), `answer` and `answer_type` (such as
+    "txmsg.TimedOut;v=1;min=1"). `?wait=20` waits up to 20 seconds for the end of the
+    run. The longest wait is 30 seconds.
 
     Add the view to your URLs: `path("orders/<uuid:run_id>/",
     FlowView.as_view(flow=Checkout))`. Anyone who has the URL can read the answer. So
@@ -290,6 +291,7 @@ class FlowView(View):
                 "waits_for": found.waits_for,
                 "outcome": "" if done is None else done.outcome,
                 "answer": None if done is None else json.loads(done.answer),
+                "answer_type": None if done is None else done.answer_type,
             }
         )
 

@@ -112,6 +112,10 @@ class Command(BaseCommand):
                     f"{printable(step.then) or 'as before'}: "
                     f"{json.dumps(masking.of_run(run.flow, step.state))}{left}"
                 )
+            if run.answer and run.ended_at:
+                of = f"answer {printable(run.answer_type)}".rstrip()
+                answer = json.dumps(masking.of_run(run.flow, run.answer))
+                self.stdout.write(f"  {of}: {answer}")
             for undo in undos:
                 done = undo.confirmed_at
                 state = f"confirmed {local(done)}" if done else "registered"
@@ -171,10 +175,10 @@ def _facts(run: Run) -> dict[str, Any]:
         "run_id", "flow", "key", "step", "waits_for", "asked", "since", "due_at",
         "failing", "outcome", "ended_at",
     )  # fmt: skip
-    answer = (
-        masking.of_run(run.flow, run.answer) if run.answer and run.ended_at else None
-    )
-    return values(run, *names) | {"answer": answer}
+    if not run.answer or run.ended_at is None:
+        return values(run, *names) | {"answer": None, "answer_type": None}
+    answer = masking.of_run(run.flow, run.answer)
+    return values(run, *names, "answer_type") | {"answer": answer}
 
 
 def _of_step(run: Run, step: FlowStep) -> dict[str, Any]:

@@ -116,6 +116,15 @@ def test_page_shows_the_dead_request_and_that_there_was_nothing_to_undo(
     assert page.count("</code> done") == 1
 
 
+def test_page_of_a_cancelled_run_shows_the_type_of_its_answer(operator: Client) -> None:
+    run = waiting()
+    assert "<dt>Answer</dt>" not in page_of(operator, run)
+    act(operator, run, "cancel", why="closed")
+    drain()
+    fact = "<dt>Answer</dt><dd><code>txmsg.Cancelled;v=1;min=1</code></dd>"
+    assert fact in page_of(operator, run)
+
+
 def test_a_run_is_drawn_with_the_difference_of_each_step(operator: Client) -> None:
     run = waiting()
 

@@ -100,6 +100,24 @@ def test_resume_continues_a_run_and_is_audited() -> None:
     assert f"{run.run_id}  acts.trip A-1: answered" in command("show", run.run_id)
 
 
+def test_show_says_why_a_run_has_failed() -> None:
+    cancelled, answered = waiting("A-1"), waiting("A-2")
+    assert "\n  answer" not in command("show", cancelled.run_id)
+    assert (
+        json.loads(command("show", cancelled.run_id, "--json"))["answer_type"] is None
+    )
+    command("cancel", cancelled.run_id, "--why", "closed")
+    command("resume", answered.run_id, "--value", "true")
+    drain()
+
+    why = '  answer txmsg.Cancelled;v=1;min=1: {"why": "closed"}\n'
+    assert why in command("show", cancelled.run_id)
+    facts = json.loads(command("show", cancelled.run_id, "--json"))
+    assert facts["answer"] == {"why": "closed"}
+    assert facts["answer_type"] == "txmsg.Cancelled;v=1;min=1"
+    assert "  answer: \"True ['first', 'first']\"\n" in command("show", answered.run_id)
+
+
 @pytest.mark.parametrize(
     ("value", "error"),
     [((), "takes a value"), (("--value", '"yes"'), "bool"), (("--value", "{"), "JSON")],

@@ -179,9 +179,11 @@ def test_a_view_tells_how_a_run_stands(client: Client) -> None:
                 "waits_for": "resume",
                 "outcome": "",
                 "answer": None,
+                "answer_type": None,
             }
         over = client.get(f"/oracle/{handed_over.run_id}/").json()
         assert (over["outcome"], over["answer"]) == ("answered", {"text": "who? 42"})
+        assert over["answer_type"] == "tests.Answer;v=1;min=1"
         assert client.get(f"/oracle/{waiting.run_id}/?wait=long").status_code == 400
         assert client.get(f"/oracle/{uuid.uuid4()}/").status_code == 404
         assert client.post(f"/oracle/{waiting.run_id}/").status_code == 405
