@@ -6,6 +6,7 @@ raises FlowError.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from .. import codecs, conf, wire
 from ..envelope import serializers
 from ..envelope.message import Message, new_id
 from ..envelope.typed_body import BodyReader
-from ..errors import FlowError
+from ..errors import DecodeError, FlowError
 from ..models import FlowStep, OutboxMessage, Run
 from ..models.run import WaitsFor
 from ..sending.outbox import Encoded
@@ -138,8 +139,8 @@ def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
     """Apply one of ACTS to the run, and return the text for the audit log. `seen` is
     the value of `since` that the run had when the operator chose it.
 
-    Raises FlowError if the action is not possible, or if the run has continued since it
-    was chosen. Raises DecodeError if the step does not accept the operator's value.
+    Raises FlowError if the action is not possible, if the run has continued since it
+    was chosen, or if the step does not accept the operator's value.
     """
     now = Run.objects.db_manager(run._state.db).locked(run.run_id)
     if now is None or (seen and seen != now.since.isoformat()):
@@ -176,14 +177,17 @@ def find(using: str, **by: Any) -> models.QuerySet[Run]:
 
 def _argument(step: Step, given: Given) -> tuple[Encoded, Any]:
     """Return a step's argument from the operator's JSON, as bytes and as an object.
-    Raises FlowError if the operator gave no value, and DecodeError if the value does
-    not fit."""
+    Raises FlowError if the operator gave no value, or if the value does not fit."""
     if not given.value:
         raise FlowError(f"Step {step.name!r} takes a value: give it as JSON.")
     reader: BodyReader = codecs.reader(step.annotation)
     names = [one.name for one in reader.types if one.name]
     name = given.type or (names[0] if len(names) == 1 else "")
-    value = reader.read(given.value.encode(), wire.JSON, name or None)
+    try:
+        value = reader.read(given.value.encode(), wire.JSON, name or None)
+    except DecodeError as error:
+        takes = inspect.formatannotation(step.annotation)
+        raise FlowError(f"Step {step.name!r} takes {takes}: {error}") from error
     return Encoded(given.value.encode(), name), value
 
 

@@ -132,6 +132,8 @@ class Command(BaseCommand):
                 f"To {action} all open runs, say --all. Or give their ids, --flow, "
                 f"--key, --step, --state, --older-than."
             )
+        if action == "go-back" and not options["to"]:
+            raise CommandError("To which step? Give --to STEP.")
         given = acts.Given(
             **{name: options[name] or "" for name in ("why", "value", "type", "to")}
         )

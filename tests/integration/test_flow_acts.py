@@ -120,7 +120,11 @@ def test_show_says_why_a_run_has_failed() -> None:
 
 @pytest.mark.parametrize(
     ("value", "error"),
-    [((), "takes a value"), (("--value", '"yes"'), "bool"), (("--value", "{"), "JSON")],
+    [
+        ((), "takes a value"),
+        (("--value", '"yes"'), r"Step 'approved' takes bool: \$: bool_type"),
+        (("--value", "{"), "JSON"),
+    ],
 )
 def test_resume_refuses_a_value_that_the_step_does_not_take(
     value: tuple[str, ...], error: str
@@ -336,6 +340,13 @@ def test_run_cancelled_while_it_goes_back_is_undone_and_does_not_go_on() -> None
     assert again(run).outcome == Outcome.FAILED
     assert json.loads(run.answer) == {"why": "never mind"}
     assert Shop.did == ["book", "pay", "unpay", "unbook"]
+
+
+def test_go_back_without_a_step_says_what_to_give() -> None:
+    run = waiting()
+    with pytest.raises(CommandError, match="Give --to STEP"):
+        command("go-back", run.run_id)
+    assert again(run).waits_for == WaitsFor.RESUME
 
 
 def test_go_back_without_the_message_of_the_step_needs_its_value() -> None:
