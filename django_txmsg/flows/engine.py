@@ -18,7 +18,7 @@ from ..models import Run
 from ..models.fields import clock
 from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address
-from ..sending.undoing import was_done
+from ..sending.undoing import was_done, was_revoked
 from . import joining
 from .declaration import Declaration
 from .going import Going, late
@@ -125,21 +125,29 @@ def _cancelled(declared: Declaration, message: Message) -> None:
     except ValueError:
         raise DecodeError("undoes", "it names no run") from None
     runs = Run.objects.db_manager(declared.using)
+    # Only a flow sends HOP. The sender of any other cancel waits for no answer: the
+    # address is that of the run's caller. A run that has begun answers the caller
+    # itself. If the run's first message was revoked before, the caller has an answer.
+    ours = wire.HOP not in given
+    by_name = declared.name, declared.using
     # Without a row, it only waits for its first message, which may never come.
-    begun = runs.filter(run_id=undone.request_id).exists() or was_done(
-        undone, declared.name, declared.name, declared.using
+    answered = (
+        runs.filter(run_id=undone.request_id).exists()
+        or (ours and was_revoked(undone, *by_name))
+        or was_done(undone, declared.name, *by_name)
     )
     run = runs.locked(undone.request_id)
     why = message.body.read(codecs.reader(Cancelled))
-    # Only a flow sends HOP. The sender of any other cancel waits for no answer: the
-    # address is that of the run's caller, whom a run that has begun answers itself.
-    ours = wire.HOP not in given
-    caller = None if ours and begun else Address.of(given)
+    caller = None if ours and answered else Address.of(given)
     if run is not None and run.outcome == Outcome.HANDED_OVER:
         assert run.request_id is not None
         assert run.ended_at is not None
         called = wire.Undone(run.request_id, run.ended_at, undone.answered)
-        headers = {**run.caller, **given, wire.UNDOES: str(called)}
+        if ours:
+            # Its successor has the same caller. Only the first cancel has the address.
+            given = {wire.FLOW: str(run.first_run), **run.caller}
+            runs.filter(pk=run.pk).update(caller={})
+        headers = {**given, wire.UNDOES: str(called)}
         declared.send(why, headers, to=run.asked + wire.STEPS)
     elif run is None or run.ended_at is not None:
         if caller is None:

@@ -91,6 +91,14 @@ def was_done(undone: wire.Undone, stage: str, destination: str, using: str) -> b
     return not all(revoked)
 
 
+def was_revoked(undone: wire.Undone, stage: str, using: str) -> bool:
+    """Return whether a request, or an edited copy of the request, was revoked
+    before."""
+    copies = list(_copies(undone, stage, using))
+    inbox = InboxMessage.objects.using(using).filter(message_id__in=copies)
+    return inbox.filter(stage=stage, revoked_at__isnull=False).exists()
+
+
 def undo_delays(
     undos: QuerySet[FlowUndo], using: str
 ) -> dict[uuid.UUID | None, dt.timedelta]:
@@ -126,7 +134,10 @@ def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
     inbox.revoke(letter.stage, letter.message_id)
     address = Address.of(letter.headers)
     if address is not None:
-        address.send(None, using=using, broker=letter.broker)
+        # Without HOP, it is the cancel of a run that has handed over. The address is
+        # that of the run's caller, who has asked for work.
+        answer = None if wire.HOP in letter.headers else Cancelled(IN_DOUBT)
+        address.send(answer, using=using, broker=letter.broker)
 
 
 def cancel(run: Run, why: str, using: str, broker: str) -> None:

@@ -64,6 +64,7 @@ from django_txmsg.models import (
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.monitoring import retention
+from django_txmsg.sending.outbox import encoded
 from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect, Order
@@ -1346,6 +1347,79 @@ def test_cancelling_a_run_without_caller_cancels_its_successor() -> None:
     assert effects() == []
 
 
+@contextmanager
+def asked_by_another_system() -> Iterator[Run]:
+    """Yield a run that another system has asked, with a ticket, and that has handed
+    over. The first message of the other run is not relayed yet."""
+    with txmsg(REPLY_TO=["erp.in"]):
+        body, _, of = encoded(Packing.destination, Pack("7", "another way"))
+        headers = {
+            "content-type": wire.JSON,
+            wire.TYPE: of,
+            wire.REPLY_TO: "erp.in",
+            wire.TICKET: "T1",
+        }
+        put("shop.packing", body, {"txmsg-id": str(uuid.uuid4()), **headers})
+        take(stages.find(["shop.packing"])[0])
+        run = Run.objects.get()
+        assert run.outcome == Outcome.HANDED_OVER
+        yield run
+
+
+def cancel_now(run: Run) -> None:
+    """Cancel a run that has handed over, and then the run to which it has handed
+    over."""
+    with transaction.atomic():
+        cancel(run, "stop")
+    for _ in range(2):
+        ship()
+        take(stages.find(["shop.packing.steps"])[0])
+
+
+def answers_to_another_system() -> list[Any]:
+    sent = OutboxMessage.objects.filter(destination="erp.in").order_by("pk")
+    return [json.loads(bytes(one.body)) for one in sent]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_two_cancels_of_a_run_that_handed_over_send_one_answer() -> None:
+    with asked_by_another_system() as run:
+        cancel_now(run)
+        cancel_now(run)
+        drain(ahead=HOUR)
+        cancels = OutboxMessage.objects.filter(destination="shop.packing.steps")
+        assert cancels.filter(headers__has_key=wire.REPLY_TO).count() == 1
+        assert answers_to_another_system() == [{"why": "stop"}]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_cancel_after_the_other_flow_was_refused_sends_no_second_answer() -> None:
+    with asked_by_another_system() as run:
+        asked = OutboxMessage.objects.filter(message_id=run.request_id)
+        asked.update(body=b'{"x": 1}')
+        ship()
+        take(stages.find(["shop.packing"])[0])
+        cancel_now(run)
+        drain(ahead=HOUR)
+        assert answers_to_another_system() == [{"reason": "invalid_body"}]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_discarded_cancel_in_doubt_of_a_run_that_handed_over_cancels_the_request() -> (
+    None
+):
+    run = ship_it("another way")
+    for name in ("shop.shipping", "shop.packing"):
+        ship()
+        take(stages.find([name])[0])
+    over = Run.objects.filter(outcome=Outcome.HANDED_OVER)
+    over.update(ended_at=F("ended_at") - 15 * DAY)
+    cancel_now(over.get())
+    assert DeadLetter.objects.get().reason == "undo_in_doubt"
+    assert operate("discard") == 1
+    drain()
+    assert failed(run) == "given up: cancelled"
+    assert effects() == ["void 0"]
 @pytest.mark.usefixtures("shipping")
 @pytest.mark.parametrize("how", ["well", "another way", "another way another way"])
 def test_flow_to_which_a_run_hands_over_answers_to_answer_to(how: str) -> None:
