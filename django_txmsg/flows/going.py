@@ -314,9 +314,10 @@ class Going:
         )
         (other,) = (one for one in declarations() if one.name == asked.destination)
         here = other.using == self.declared.using
-        if run.caller and wire.TICKET not in run.caller and here:
+        if wire.TICKET not in run.caller and here:
             # The caller is the `answer_to` of start(). The other flow's first step may
-            # not accept it as a header.
+            # not accept it as a header. Without a caller, ask() or a view may wait for
+            # the other run, which may be cancelled before it begins.
             other.new_run(
                 run_id=asked.id,
                 caller=run.caller,

@@ -32,6 +32,7 @@ from django_txmsg.flows import (
     start,
     step,
 )
+from django_txmsg.flows.starting import ended
 from django_txmsg.models import OutboxMessage, Run
 from django_txmsg.testing import drain
 from tests.running import committing, declared, send, ship
@@ -187,6 +188,21 @@ def test_a_view_tells_how_a_run_stands(client: Client) -> None:
         assert client.get(f"/oracle/{waiting.run_id}/?wait=long").status_code == 400
         assert client.get(f"/oracle/{uuid.uuid4()}/").status_code == 404
         assert client.post(f"/oracle/{waiting.run_id}/").status_code == 405
+
+
+def test_run_ends_if_it_is_cancelled_before_the_other_flow_begins() -> None:
+    run = asked("other")
+    ship()
+    take(stages.find(["oracle"])[0])
+    with transaction.atomic():
+        cancel(run, "stop")
+    for _ in range(2):
+        ship()
+        take(stages.find(["oracle.steps"])[0])
+    drain()
+    last = ended(run)
+    assert last is not None
+    assert (last.outcome, last.answer) == ("failed", '{"why":"stop"}')
 
 
 class Replica:
