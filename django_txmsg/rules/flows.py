@@ -14,14 +14,16 @@ UNDOING = OPEN & Rule("{failing}")
 #: It is open, and continues when what it waits for comes.
 WAITING = OPEN & ~Rule("{failing}")
 
-#: The run to which it has handed over is open, and can only be cancelled through it.
-_HAS_OPEN_SUCCESSOR = Rule(
+#: The run to which it has handed over is open, or has handed over in turn. The caller
+#: of the first run of such a chain can cancel the last run only through all others.
+_HAS_SUCCESSOR = Rule(
     "{outcome} = 'handed_over' AND EXISTS (SELECT 1 FROM django_txmsg_run s"  # noqa: S608 - constants only
-    f" WHERE s.run_id = {{request_id}} AND {OPEN.sql('s')})"
+    f" WHERE s.run_id = {{request_id}}"
+    f" AND ({OPEN.sql('s')} OR s.outcome = 'handed_over'))"
 )
 
 #: It may be deleted together with its steps, undos and batches.
-ENDED = Rule("{ended_at} < {cutoff}") & ~_HAS_OPEN_SUCCESSOR
+ENDED = Rule("{ended_at} < {cutoff}") & ~_HAS_SUCCESSOR
 
 #: A step or an undo may be archived: its run has ended.
 OF_AN_ENDED_RUN = Rule(

@@ -1655,6 +1655,21 @@ def test_run_that_handed_over_is_pruned_after_the_other_run_has_ended() -> None:
     assert Run.objects.get().outcome == Outcome.ANSWERED
 
 
+@pytest.mark.usefixtures("shipping")
+def test_chain_of_runs_that_handed_over_is_pruned_from_its_end() -> None:
+    with transaction.atomic():
+        start(Packing, Pack("7", "another way another way"))
+    drain()
+    over = Run.objects.filter(outcome=Outcome.HANDED_OVER)
+    assert over.update(ended_at=F("ended_at") - 31 * DAY) == 2
+    (kind,) = [one for one in retention.kinds() if one.model is Run]
+    assert sum(retention.prune(kind, "default")) == 0
+    drain(ahead=HOUR)
+    assert sum(retention.prune(kind, "default")) == 1
+    assert sum(retention.prune(kind, "default")) == 1
+    assert Run.objects.get().outcome == Outcome.ANSWERED
+
+
 def test_an_undo_older_than_the_inbox_by_a_clock_that_is_ahead_is_in_doubt() -> None:
     place()
     drain()
