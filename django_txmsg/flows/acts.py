@@ -1,4 +1,4 @@
-"""Actions of an operator on an open run, from a page or a command.
+"""Actions of an operator on a run, from a page or a command.
 
 Each action runs in the caller's transaction. It returns a text for the audit log, or
 raises FlowError.
@@ -20,7 +20,7 @@ from ..envelope.message import Message, new_id
 from ..envelope.typed_body import BodyReader
 from ..errors import DecodeError, FlowError
 from ..models import FlowStep, OutboxMessage, Run
-from ..models.run import WaitsFor
+from ..models.run import Outcome, WaitsFor
 from ..sending.outbox import Encoded
 from ..sending.undoing import IN_DOUBT, overtaken
 from . import sending
@@ -156,6 +156,12 @@ def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
 def refused(name: str, run: Run) -> str:
     """Return the reason why an action is not possible for a run, or "" if the action is
     possible."""
+    if run.outcome == Outcome.HANDED_OVER:
+        if name == "cancel":
+            return ""
+        return (
+            f"Run {run.run_id} has handed over to run {run.request_id} of {run.asked}."
+        )
     if run.ended_at is not None or run.failing:
         how = "has ended" if run.ended_at else "is undoing its work"
         return (

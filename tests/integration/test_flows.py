@@ -45,6 +45,7 @@ from django_txmsg.flows import (
     Flow,
     Next,
     TimedOut,
+    acts,
     cancel,
     going,
     resume,
@@ -1421,6 +1422,23 @@ def test_discarded_cancel_in_doubt_of_a_run_that_handed_over_cancels_the_request
     drain()
     assert failed(run) == "given up: cancelled"
     assert effects() == ["void 0"]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_operator_can_only_cancel_a_run_that_has_handed_over() -> None:
+    with transaction.atomic():
+        run = start(Packing, Pack("7", "another way"))
+    drain()
+    last = Run.objects.exclude(pk=run.pk).get()
+    for act in set(acts.ACTS) - {"cancel"}:
+        with pytest.raises(FlowError, match=f"handed over to run {last.run_id} of "):
+            acts.act(act, run, acts.Given(to="start"))
+    with transaction.atomic():
+        acts.act("cancel", run, acts.Given(why="stop"))
+    drain()
+    assert failed(last) == {"why": "stop"}
+
+
 @pytest.mark.usefixtures("shipping")
 @pytest.mark.parametrize("how", ["well", "another way", "another way another way"])
 def test_flow_to_which_a_run_hands_over_answers_to_answer_to(how: str) -> None:
