@@ -19,7 +19,7 @@ from .. import codecs, wire
 from ..envelope.message import Message
 from ..envelope.typed_body import BodyReader
 from ..errors import ConfigurationError, DecodeError
-from ..models import Batch, Branch, Run
+from ..models import Batch, Branch, OutboxMessage, Run
 from ..sending.answering import hop
 from ..sending.outbox import send_parts
 from ..sending.pending import reschedule_message
@@ -138,8 +138,7 @@ def answered(
     if found is None:
         raise DecodeError("ticket", "it names no branch")
     if found[3]:
-        undo, at_once = uuid.UUID(found[3]), dt.timedelta(0)
-        return reschedule_message(undo, delay=at_once, using=declared.using)
+        return _release_undo(uuid.UUID(found[3]), message, declared.using)
     batches = Batch.objects.using(declared.using).select_related("run")
     batch = batches.filter(turn=turn, run__turn=turn).first()
     if batch is None:
@@ -168,9 +167,24 @@ def answered(
 def _let_leave(batch: Batch, number: str | None) -> None:
     """Release the held-back request with this number. Do nothing if `number` is
     None."""
-    for held in batch.rows().filter(number=number) if number else ():
-        using = batch._state.db
-        reschedule_message(held.request_id, delay=dt.timedelta(0), using=using)
+    rows = batch.rows()
+    for held in rows.filter(number=number) if number else ():
+        _release(held.request_id, rows.db)
+
+
+def _release_undo(undo: uuid.UUID, answer: Message, using: str) -> bool:
+    """Release the held-back undo that the answer to a cancel names. Returns False if
+    the message with this id is not an undo of the same conversation: anyone can send
+    an answer, and may name any message."""
+    stored = OutboxMessage.objects.using(using).filter(message_id=undo)
+    headers = stored.values_list("headers", flat=True).first() or {}
+    of = headers.get(wire.FLOW)
+    ours = wire.UNDOES in headers and of == answer.conversation.get(wire.FLOW)
+    return ours and _release(undo, using)
+
+
+def _release(message_id: uuid.UUID, using: str) -> bool:
+    return reschedule_message(message_id, delay=dt.timedelta(0), using=using)
 
 
 def unanswered(declared: Declaration, run: Run) -> list[uuid.UUID]:

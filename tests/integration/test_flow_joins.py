@@ -708,6 +708,18 @@ def test_join_cancels_the_flow_to_which_an_unanswered_flow_handed_over(
         assert (last.outcome, Run.objects.count()) == ("failed", 2 + times)
 
 
+def test_answer_that_names_a_message_of_others_does_not_release_it() -> None:
+    with transaction.atomic():
+        other = send_message("orders.reminder", None, delay=HOUR)
+    ticket = f"{wire.ticket(uuid.uuid4(), uuid.uuid4())}/u{other.id.hex}"
+    headers = {"content-type": wire.JSON, wire.TICKET: ticket}
+    put("tour.flow.steps", b"null", {"txmsg-id": str(uuid.uuid4()), **headers})
+    take(stages.find(["tour.flow.steps"])[0])
+    ship()
+    assert OutboxMessage.objects.get(message_id=other.id).dispatched_at is None
+    assert not DeadLetter.objects.exists()
+
+
 def test_a_gather_of_nothing_continues_at_once() -> None:
     run = tour(0)
     drain()
