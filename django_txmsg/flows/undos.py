@@ -98,6 +98,7 @@ def send_left(
     undos = unconfirmed(run).filter(request_id__in=requests)
     place = {"using": declared.using, "broker": declared.broker}
     assert run.turn is not None  # it waits
+    headers = {**headers, wire.HOP: "1"}  # as of any undo: it must not be refused
     cancels = [row for row in undos if row.cancels]
     given = [row for row in undos if not row.cancels]
     delays = undo_delays(undos, declared.using)

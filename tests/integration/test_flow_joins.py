@@ -47,6 +47,8 @@ from django_txmsg.flows import (
     TimedOut,
     batch,
     cancel,
+    going,
+    joining,
     signal,
     start,
     step,
@@ -706,6 +708,26 @@ def test_join_cancels_the_flow_to_which_an_unanswered_flow_handed_over(
         assert run.answer == '"TimedOut"'
         last = Run.objects.latest("id")
         assert (last.outcome, Run.objects.count()) == ("failed", 2 + times)
+
+
+def test_cancel_of_an_unanswered_flow_counts_as_no_further_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(going, "MAX_HOPS", 6)
+    with at_hand(Nested):
+        with transaction.atomic():
+            run = start(Nested, Tour(2, enough=1))
+        ship()
+        take(stages.find(["tour.nested"])[0])
+        ship()
+        take(stages.find(["tour.flow"])[0], 2)
+        answer(2)  # those of the first of the two flows
+        drain("tour.flow.steps", "tour.nested.steps")
+        run.refresh_from_db()
+        assert (run.answer, run.hop) == ('{"amounts":[1]}', 6)
+        drain()
+    assert not DeadLetter.objects.exists()
+    assert not Run.objects.filter(ended_at=None).exists()
 
 
 def test_answer_that_names_a_message_of_others_does_not_release_it() -> None:
