@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -145,17 +146,23 @@ class Going:
         """Apply the result of a signal's method. If the result is None, the run waits
         for the same continuation as before. Otherwise the run's requests are cancelled
         if they have not been sent yet."""
-        run, using = self.run, self.declared.using
         if result is None:
             return self.store()
-        if self._turn is not None:
-            overtaken(run, self._turn, using)
-        asked = [] if run.request_id is None else [run.request_id]
-        if run.waits_for == WaitsFor.JOIN:
-            asked = joining.unanswered(self.declared, run)
-        why = f"the flow has gone on: {self._step}"
-        OutboxMessage.objects.db_manager(using).cancel(asked, why=why)
+        self._leave()
         return self.apply(result)
+
+    def _leave(self) -> None:
+        """End the wait of the run, before the run continues in another way. Its
+        requests are cancelled if they have not been sent yet."""
+        run, using = self.run, self.declared.using
+        assert run.turn is not None  # it waits
+        overtaken(run, run.turn, using)
+        pages: Iterable[list[uuid.UUID]] = [[run.request_id]] if run.request_id else []
+        if run.waits_for == WaitsFor.JOIN:
+            pages = joining.leave(self.declared, run)
+        why = f"the flow has gone on: {self._step}"
+        for asked in pages:
+            OutboxMessage.objects.db_manager(using).cancel(asked, why=why)
 
     def go_back(
         self, step: str, argument: Encoded, kept: int, state: str, version: int
@@ -164,11 +171,10 @@ class Going:
         state. The first `kept` undos stay registered; all later undos are sent, one
         after the other."""
         run, self._flow = self.run, self._restored(state, version)
-        if self._turn is not None:
-            overtaken(run, self._turn, self.declared.using)
+        self._step = BACK
+        self._leave()
         run.failing, run.kept_undos, run.step = True, kept, step
         run.answer, run.answer_type = argument.body.decode(), argument.type
-        self._step = BACK
         self._undo_next()
         self.store()
 

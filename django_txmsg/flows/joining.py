@@ -187,12 +187,27 @@ def _release(message_id: uuid.UUID, using: str) -> bool:
     return reschedule_message(message_id, delay=dt.timedelta(0), using=using)
 
 
-def unanswered(declared: Declaration, run: Run) -> list[uuid.UUID]:
-    """Return the ids of the requests without an answer, of the join for which the run
-    waits."""
+def leave(declared: Declaration, run: Run) -> Iterator[list[uuid.UUID]]:
+    """Close the join for which a run waits. Return the ids of its requests without an
+    answer, as `_unanswered()` does.
+
+    An answer locks its branch, then the undos of its request, then the request that it
+    releases. So the join is closed before the run cancels requests or deletes undos:
+    else there would be deadlocks on PostgreSQL.
+    """
     assert run.turn is not None  # it waits
-    rows = Branch.objects.using(declared.using).filter(batch__turn=run.turn)
-    return list(rows.filter(answered_at=None).values_list("request_id", flat=True))
+    batch = Batch.objects.using(declared.using).get(turn=run.turn)
+    batch.close()
+    return _unanswered(batch)
+
+
+def _unanswered(batch: Batch) -> Iterator[list[uuid.UUID]]:
+    """Yield the ids of a closed batch's requests without an answer, the last ones
+    first, in lists of at most AT_ONCE."""
+    left = batch.rows().filter(left=True).order_by("-number")
+    for first in reversed(range(0, batch.total, AT_ONCE)):
+        page = left.filter(number__gte=first, number__lt=first + AT_ONCE)
+        yield list(page.values_list("request_id", flat=True))
 
 
 def ended(
@@ -216,6 +231,6 @@ def ended(
     if not timed_out and not batch.has_ended():
         return None
     batch.close()
-    left = batch.rows().filter(left=True)
-    undos.send_left(declared, run, left.values("request_id"), headers)
+    for page in _unanswered(batch) if run.undos else ():
+        undos.send_left(declared, run, page, headers)
     return StoredAnswers(batch, None if step.takes_nothing else step.reader)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from django.db.models import QuerySet
@@ -87,14 +87,15 @@ def undoes(undo: FlowUndo) -> str:
 
 
 def send_left(
-    declared: Declaration, run: Run, requests: Any, headers: Mapping[str, str]
+    declared: Declaration,
+    run: Run,
+    requests: Collection[uuid.UUID],
+    headers: Mapping[str, str],
 ) -> None:
     """Send and delete the undos of a join's `requests` without an answer. The run does
     not wait for them. If such a request is cancelled and has an `undo=` too, the undo
     is held back until the answer to the cancel: else the flow could run a step after
     the undo."""
-    if not run.undos:
-        return
     undos = unconfirmed(run).filter(request_id__in=requests)
     place = {"using": declared.using, "broker": declared.broker}
     assert run.turn is not None  # it waits

@@ -310,6 +310,21 @@ def test_go_back_to_the_start_undoes_everything_and_begins_again() -> None:
     assert Shop.did[6:] == ["unpay", "unbook"]
 
 
+def test_go_back_cancels_the_request_that_has_not_been_sent() -> None:
+    run = begin()
+    for name in ("acts.trip", "acts.book", "acts.trip.steps"):
+        ship()
+        take(stages.find([name])[0])
+    asked = OutboxMessage.objects.get(destination="acts.pay")
+    command("go-back", run.run_id, "--to", "booked")
+    drain()
+    asked.refresh_from_db()
+    assert asked.cancelled_at is not None
+    assert asked.dispatched_at is None
+    assert again(run).step == "approved"
+    assert Shop.did == ["book", "pay"]
+
+
 def test_a_second_go_back_is_from_the_new_history() -> None:
     run = waiting()
     left = FlowStep.objects.get(run=run, step="paid")

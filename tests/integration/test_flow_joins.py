@@ -45,6 +45,7 @@ from django_txmsg.flows import (
     Next,
     Request,
     TimedOut,
+    acts,
     batch,
     cancel,
     going,
@@ -74,6 +75,7 @@ from django_txmsg.testing import drain
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.integration.test_intake import WithDeadLetters, taking_in
+from tests.integration.test_unique import waiting
 from tests.running import committing, declared, put, running, send, ship, txmsg
 from tests.running import step as take
 from tests.shelved_flows import at_hand, shelved
@@ -163,7 +165,7 @@ class Touring(Flow[Tour, Toured | Cancelled], name="tour.flow", within=HOUR):
 
     @signal
     def elsewhere(self, by: Elsewhere) -> Next[Toured | Cancelled]:
-        return self.fail(Cancelled(by.why))
+        return self.fail(Cancelled(by.why)) if by.why else Toured([])
 
 
 @pytest.fixture(autouse=True)
@@ -542,6 +544,39 @@ def in_thread(stage: stages.Stage) -> threading.Thread:
     return thread
 
 
+@pytest.mark.postgresql
+def test_signal_that_ends_a_join_and_an_answer_lock_in_the_same_order() -> None:
+    """The signal cancels the request that the answer releases, and deletes the undo
+    that the answer updates."""
+    run = tour(3, at_once=1)
+    with transaction.atomic():
+        Touring.signal("3", Elsewhere(""))
+    answer(1)
+    stage = stages.find(["tour.flow.steps"])[0]
+    errors: list[Exception] = []
+
+    def noted(message: Message) -> None:
+        try:
+            stage.handler(message)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    noting = dataclasses.replace(stage, handler=noted)
+    released = Branch.objects.get(number=1).request_id
+    with transaction.atomic():
+        OutboxMessage.objects.select_for_update().get(message_id=released)
+        signalled = in_thread(noting)
+        wait_until(lambda: waiting() == 1)
+        answered = in_thread(noting)
+        wait_until(lambda: waiting() == 2)
+    signalled.join(120)
+    answered.join(120)
+    assert errors == []
+    run.refresh_from_db()
+    assert run.answer == '{"amounts":[]}'
+
+
 @pytest.mark.parametrize("how", ["cancelled", "by its signal"])
 def test_a_join_that_is_given_up_undoes_what_was_done_and_revokes_the_rest(
     how: str, late: list[uuid.UUID]
@@ -567,21 +602,31 @@ def test_a_join_that_is_given_up_undoes_what_was_done_and_revokes_the_rest(
     assert not FlowUndo.objects.filter(confirmed_at=None).exists()
 
 
-def test_requests_of_a_cancelled_join_that_have_not_left_are_not_sent() -> None:
+@pytest.mark.parametrize("act", ["cancel", "go-back"])
+def test_requests_of_a_cancelled_join_that_have_not_left_are_not_sent(
+    act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "AT_ONCE", 2)
     run = tour(4, at_once=1)
     FlowUndo.objects.all().delete()
     Run.objects.update(undos=0)  # its step could have asked without undo=
+    FlowStep.objects.update(undos=0)
     answer(1)
+    take(stages.find(["tour.flow.steps"])[0])
     with transaction.atomic():
-        cancel(run, "closed")
+        acts.act(act, run, acts.Given(why="closed", to="start"))
+    drain("tour.flow.steps")
+    join, *later = Batch.objects.order_by("pk")
+    assert join.progress == Progress(4, answered=1, failed=0, left=3)
+    assert len(later) == (act == "go-back")
+    left = join.rows().filter(left=True).values("request_id")
+    held = OutboxMessage.objects.filter(message_id__in=left, dispatched_at=None)
+    assert len(held) >= 2
+    assert all(one.cancelled_at for one in held)
     drain()
     drain(ahead=2 * HOUR)
     run.refresh_from_db()
-    assert json.loads(run.answer) == {"why": "closed"}
-    assert not {"price 2", "price 3"} & {*effects()}
-    held = OutboxMessage.objects.filter(destination="tour.price", dispatched_at=None)
-    assert len(held) >= 2
-    assert all(one.cancelled_at for one in held)
+    assert run.outcome == ("failed" if act == "cancel" else "answered")
 
 
 def test_an_unreadable_answer_leaves_its_branch_open() -> None:
