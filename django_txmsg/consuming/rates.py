@@ -12,15 +12,18 @@ import datetime as dt
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from django.db import router
 
+from .. import wire
 from ..envelope.stage_options import Rate
 from ..errors import ConfigurationError, DecodeError
 from ..models import RateLine, StageState
+from ..models.fields import clock
+from ..models.stage import NO_SLOT
 from ..stages import all_stages
 from . import batch, decoding
 from .arrival import Arrival, Outcome
@@ -76,19 +79,36 @@ def _takes_slot(arrival: Arrival) -> bool:
 
 def _waiting(arrival: Arrival) -> Outcome | None:
     """Take a slot. If the slot is not due, park the message and return the outcome.
-    Returns None if the slot is due."""
+    Returns None if the slot is due.
+
+    A message that has expired takes no slot, and None is returned. A message that
+    expires before its slot takes no slot either, and is parked until it expires.
+    Otherwise a long queue would use up the slots with messages that never run.
+    """
     stage, key, parked = arrival.stage, _key(arrival), arrival.parked
     assert stage.rate is not None
     lines = RateLine.objects.db_manager(arrival.using)
     # After a change of `per` a message has another line, which knows no such slot.
     before = parked.slot if parked is not None and parked.key == key else None
-    place = partial(_held().place, lines, stage.name, key, stage.rate, before)
-    slot, delay = despite_conflicts(place, arrival.stop)
+    before = None if before == NO_SLOT else before
+    until = wire.expires(arrival.delivery.headers)
+    place = partial(_held().place, lines, stage.name, key, stage.rate, before, until)
+    placed = despite_conflicts(place, arrival.stop)
+    why = f"over the rate of {stage.rate}"
+    if placed is None:
+        assert until is not None
+        # The instant by which a claimed message is later judged to be expired.
+        now = clock(arrival.using) if parked is None else parked.record.now
+        left = (until - now).total_seconds()
+        if left <= 0:
+            return None
+        why = f"{why}: it expires before its slot"
+        return postpone(arrival, why, delay=left, slot=NO_SLOT, key=key)
+    slot, delay = placed
     if delay > 0:
         if before is not None:
             # The line has moved since; do not claim its messages one by one.
             lines.move_overdue(stage.name, key)
-        why = f"over the rate of {stage.rate}"
         return postpone(arrival, why, delay=delay, slot=slot, key=key)
     if parked is not None and parked.slot is not None:
         # Used: if the worker is killed now, the message takes another slot.
@@ -111,19 +131,30 @@ class Held:
         self._due = self._until = 0.0  # of the slot, and of all; by time.monotonic()
 
     def place(
-        self, lines: Any, stage: str, key: str, rate: Rate, before: int | None
-    ) -> tuple[int, float]:
+        self,
+        lines: Any,
+        stage: str,
+        key: str,
+        rate: Rate,
+        before: int | None,
+        until: dt.datetime | None,
+    ) -> tuple[int, float] | None:
         """Return a slot, and the seconds until the slot is due: 0 or less if it is due
-        now."""
-        place = partial(lines.place, stage, key, rate.period, rate.tolerance)
+        now. Returns None if the slot is not due before `until`."""
+        place: Callable[..., tuple[int, float] | None] = partial(
+            lines.place,
+            *(stage, key, rate.period, rate.tolerance),
+            until=None if until is None else until.timestamp(),
+        )
         if before is not None:
-            again: tuple[int, float] = place(slot=before)
-            return again
+            return place(slot=before)
         line, now = (lines.db, stage, key, rate.period), time.monotonic()
         busy = line == self._line and now < self._until
         if not busy or not self._left:
             count = self._spare if busy else 1
-            slot, delay = place(count=count)
+            if (placed := place(count=count)) is None:
+                return None
+            slot, delay = placed
             now = time.monotonic()
             self._line, self._slot, self._left = line, slot, count
             self._due, self._until = now + delay, now + KEPT

@@ -154,6 +154,9 @@ class StageState(models.Model):
 MOVED = 1000
 #: Seconds by which a waiting message may be due after its slot.
 LATE = 1.0
+#: In place of the slot of a message that expires before a slot would be due. Such a
+#: message waits for its expiry, and a changed rate makes it due.
+NO_SLOT = -1
 #: The slot that is due now, which stays due now at another period.
 _ORIGIN = "{now} - ({now} - l.origin) / l.period * %s"
 
@@ -169,13 +172,15 @@ class RateLineManager(SqlManager):
         tolerance: float,
         slot: int | None = None,
         count: int = 1,
-    ) -> tuple[int, float]:
+        until: float | None = None,
+    ) -> tuple[int, float] | None:
         """Take the next `count` slots of a line. If `slot` is given, take no new slot:
         `slot` was taken earlier, and only its due time is computed again.
 
         Returns the first slot, and the seconds until it is due: 0 or less if it is due
-        now. On PostgreSQL the commit does not wait for the disk, so a crash may free
-        the last slots.
+        now. If the slot is not due before `until`, in Unix time, or if that time has
+        passed, changes nothing and returns None. On PostgreSQL the commit does not wait
+        for the disk, so a crash may free the last slots.
         """
         connection = connections[self.db]
         native = connection.vendor == "postgresql"
@@ -183,23 +188,33 @@ class RateLineManager(SqlManager):
         number, taken = ("l.taken", count) if slot is None else (str(int(slot)), 0)
         no_wait, waits_not = no_wait_sql(connection)
         first = slot or 0
-        after, origin = self._row(
-            f"{no_wait} INSERT INTO {self._table} AS l"
-            f" (stage, key, origin, period, taken) SELECT %s, %s, {now} - %s,"
-            f" CAST(%s AS float8), CAST(%s AS bigint) WHERE {waits_not}"
-            " ON CONFLICT (stage, key) DO UPDATE SET period = excluded.period,"
-            f" taken = l.taken + {taken}, origin = {greatest}(CASE"
-            " WHEN l.period = excluded.period THEN l.origin"
+        origin = (
+            f"{greatest}(CASE WHEN l.period = excluded.period THEN l.origin"
             f" ELSE {_ORIGIN.format(now=now)} END,"
             f" {now} - %s - {number} * excluded.period)"
+        )
+        new, due, early, in_time = "", "", [], []
+        if until is not None:
+            new, early = f" AND {now} < %s", [until]
+            due = f" WHERE {origin} + {number} * excluded.period < %s"
+            in_time = [period, tolerance, until]
+        row = self._row(
+            f"{no_wait} INSERT INTO {self._table} AS l"
+            f" (stage, key, origin, period, taken) SELECT %s, %s, {now} - %s,"
+            f" CAST(%s AS float8), CAST(%s AS bigint) WHERE {waits_not}{new}"
+            " ON CONFLICT (stage, key) DO UPDATE SET period = excluded.period,"
+            f" taken = l.taken + {taken}, origin = {origin}{due}"
             f" RETURNING taken, origin - {now}",
             [
                 *(stage, key, tolerance + first * period, period, first + count),
-                *(period, tolerance),
+                *(*early, period, tolerance, *in_time),
             ],
         )
+        if row is None:
+            return None
+        after, wait = row
         place = after - count if slot is None else slot
-        return place, origin + place * period
+        return place, wait + place * period
 
     def changed(self, stage: str, period: float, between: Callable[[], object]) -> None:
         """Apply a stage's rate to all its lines. Then reschedule the messages that are
@@ -252,7 +267,7 @@ class RateLineManager(SqlManager):
         table, now = InboxMessage._meta.db_table, began_sql(connection)
         self._move(
             f"i.id IN (SELECT id FROM {table} WHERE stage = %s AND due_at <= {now}"  # noqa: S608 - constants only
-            f" AND key = %s AND slot IS NOT NULL AND {OPEN.sql()}"
+            f" AND key = %s AND slot > {NO_SLOT} AND {OPEN.sql()}"
             f" AND {rules.NOT_LEASED.sql(now=now)}"
             f" ORDER BY due_at, id LIMIT {MOVED} {skip_locked_sql(connection)})",
             [stage, key],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import uuid
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from django.db.models import F, Max, Min
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from django_txmsg import Message, RedeliveryPolicy, stage
+from django_txmsg import Message, RedeliveryPolicy, stage, wire
 from django_txmsg.checks import stages as checks
 from django_txmsg.consuming.consumer import Consumer, _record_options
 from django_txmsg.envelope.stage_options import Rate
@@ -365,6 +366,75 @@ def test_a_message_whose_headers_cannot_be_kept_is_buried_without_a_slot() -> No
         step(one, times=2)
     assert DeadLetter.objects.get().reason == "malformed_id"
     assert RateLine.objects.get().taken == 1
+    assert not waiting()
+
+
+MINUTES = dt.timedelta(minutes=1)
+
+
+def test_a_message_that_expires_before_its_slot_leaves_the_slot_to_the_next() -> None:
+    """A burst of messages expires before their slots. They wait for their expiry, and
+    then become dead letters. The next message gets the first free slot."""
+    with declared(effect, rate="1/h", per="tenant") as one:
+        for _ in range(3):
+            send(one.destination, headers={"tenant": "a"}, expires=50 * MINUTES)
+        send(one.destination, headers={"tenant": "a"}, expires=70 * MINUTES)
+        send(one.destination, headers={"tenant": "b"}, expires=50 * MINUTES)
+        step(one, times=5)
+        assert Effect.objects.count() == 2
+        *expiring, last = waiting()
+        assert [row.attempts for row in expiring] == [0, 0]
+        assert [round(seconds_until(row) / 60) for row in expiring] == [50, 50]
+        assert last.slot == 1
+        assert 0.9 * HOUR < seconds_until(last) <= HOUR
+        for row in expiring:
+            row.headers["txmsg-expires"] = wire.format_instant(ago(seconds=1))
+            row.due_at = ago(seconds=1)
+            row.save()
+        step(one, times=2)
+        assert [row.pk for row in waiting()] == [last.pk]
+    assert list(DeadLetter.objects.values_list("reason", flat=True)) == ["expired"] * 2
+    assert sorted(RateLine.objects.values_list("taken", flat=True)) == [1, 2]
+
+
+def test_an_expired_message_takes_no_slot() -> None:
+    headers = {
+        "content-type": "application/json",
+        "txmsg-expires": wire.format_instant(ago(seconds=1)),
+    }
+    with declared(effect, rate="1/h") as one:
+        for number in (1, 2):
+            put(
+                one.destination,
+                headers={**headers, "txmsg-id": str(uuid.UUID(int=number))},
+            )
+        put(one.destination)
+        put(one.destination, headers={**headers, "txmsg-id": str(uuid.UUID(int=3))})
+        step(one, times=4)
+    assert DeadLetter.objects.filter(reason="expired").count() == 3
+    assert Effect.objects.count() == 1
+    assert RateLine.objects.get().taken == 1
+
+
+@pytest.mark.parametrize("rate", ["4/h", None])
+def test_a_changed_rate_gives_a_slot_to_a_message_that_would_have_expired(
+    rate: str | None,
+) -> None:
+    with declared(effect, rate="1/h") as old:
+        for _ in range(2):
+            send(old.destination, expires=50 * MINUTES)
+        step(old, times=2)
+        assert 49 * 60 < seconds_until(waiting()[0]) <= 50 * 60
+        new = replace(old, rate=rate and Rate.parse(rate))
+        _record_options(new, lambda: None)
+        step(new)
+        if rate:
+            (row,) = waiting()
+            assert 14 * 60 < seconds_until(row) <= 15 * 60
+            assert row.slot == 1
+            _let_pass(row, 15 * 60)
+            step(new)
+    assert Effect.objects.count() == 2
     assert not waiting()
 
 
