@@ -13,6 +13,7 @@ in this process.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from ..lazy_imports import needs
@@ -66,11 +67,13 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         app = self._get_app()
         if app.conf.task_always_eager:
             return send(task_id, producer)
+        # The app's send_task() chooses the database again.
+        again = {"using": using} if isinstance(app, Celery) else {}
         return call(
             app,
             self.name,
             (args, kwargs),
-            send,
+            partial(send, **again),
             task_id=task_id,
             producer=producer,
             leads=(connection, options.get("publisher")),

@@ -383,6 +383,29 @@ def test_the_transaction_may_be_another_database_s() -> None:
     assert OutboxMessage.objects.using("other").count() == 1
 
 
+@pytest.mark.parametrize("using", ["other", None])
+def test_a_call_outside_of_its_database_s_transaction_goes_to_celery(
+    using: str | None,
+) -> None:
+    """The transaction of another database is open, and does not store the call."""
+    app.conf.result_backend = None
+    forget_connections()
+    plain = PlainCelery(
+        "plain",
+        task_cls="django_txmsg.celery:TransactionalTask",
+        set_as_current=False,
+        broker_url=app.conf.broker_url,
+    )
+    own = plain.task(add.run, name="tests.plain", shared=False)
+    with transaction.atomic(using="default" if using else "other"):
+        for task in (add, own):
+            with pytest.raises(OperationalError):
+                task.apply_async((1, 2), using=using, retry=False)
+
+    assert stored() == []
+    assert not OutboxMessage.objects.using("other").exists()
+
+
 def test_in_a_session_it_belongs_to_the_session() -> None:
     with outbox_session() as session:
         add.delay(1, 2)
