@@ -300,10 +300,17 @@ def open_session(app: Any) -> CelerySession:
     BrokerUnavailable."""
     # This package requests confirms itself, for a whole batch. It reads nothing between
     # sends, so the server must not wait for heartbeats.
-    connection = app.connection_for_write(
-        heartbeat=0, transport_options={"confirm_publish": False}
-    )
-    if connection.transport.driver_type == "redis":
+    try:
+        connection = app.connection_for_write(
+            heartbeat=0, transport_options={"confirm_publish": False}
+        )
+        driver = connection.transport.driver_type
+    except (ImportError, KeyError) as error:
+        # Its client library is not installed, or the transport is unknown.
+        raise BrokerUnavailable(
+            f"the transport of broker_url cannot be used: {error}"
+        ) from error
+    if driver == "redis":
         # By default kombu waits for Redis without limit.
         for option in ("socket_timeout", "socket_connect_timeout"):
             connection.transport_options.setdefault(option, TIMEOUT)

@@ -23,7 +23,7 @@ from django.test import override_settings
 from kombu import Connection, pools
 from kombu.exceptions import OperationalError
 
-from django_txmsg import Message, outbox_session
+from django_txmsg import Message, outbox_session, send_message
 from django_txmsg.brokers import get_broker, make_broker
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.brokers.celery_publication import Publication
@@ -40,6 +40,7 @@ from django_txmsg.errors import (
 )
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage
 from django_txmsg.monitoring import status
+from django_txmsg.relaying.relay import Relay
 from django_txmsg.testing import drain, outbox_messages
 from tests.app.models import Effect
 from tests.celery_shop import add, app, charge, step
@@ -494,6 +495,26 @@ def test_arguments_with_other_bytes_are_another_task() -> None:
         send(stage.destination)
         take(stage, 2)
     assert OutboxMessage.objects.filter(broker="celery").count() == 2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "why"), [("redis", "pip install redis"), ("no", "no")]
+)
+def test_a_missing_transport_leaves_the_other_brokers_working(
+    scheme: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client library of the app's transport is not installed, or kombu does not
+    know the transport. The relay serves the other brokers."""
+    with transaction.atomic():
+        add.delay(1, 2)
+        send_message("tests.elsewhere", None)
+    monkeypatch.setattr("kombu.transport.redis.redis", None)
+    app.conf.update(broker_url=f"{scheme}://127.0.0.1:1/0", result_backend=None)
+    forget_connections()
+    with pytest.raises(BrokerUnavailable, match=why):
+        Relay(["default"], ["celery", "default"]).run(once=True)
+
+    assert OutboxMessage.objects.get(dispatched_at=None).broker == "celery"
 
 
 def test_a_plain_app_stores_by_the_class_of_its_tasks() -> None:
