@@ -96,6 +96,25 @@ print(Order.objects.get(number="A-1").charged)
 """
 
 
+WITHOUT_SETTINGS = """
+import os
+del os.environ["DJANGO_SETTINGS_MODULE"]
+from shop.celery import app
+print(app.conf.task_default_queue)
+"""
+
+
+def test_the_app_of_the_page_on_celery_names_its_settings(tmp_path: Path) -> None:
+    """`celery -A shop.celery` imports the app. Django is not configured then."""
+    project = Project(tmp_path)
+    project.follow(ROOT / "docs" / "how-to" / "celery-outbox.md")
+    (tmp_path / "project").mkdir()
+    settings = 'from settings import *\nCELERY_TASK_DEFAULT_QUEUE = "of-the-settings"\n'
+    (tmp_path / "project" / "settings.py").write_text(settings)
+
+    assert "of-the-settings" in project.run("-c", WITHOUT_SETTINGS)
+
+
 @pytest.mark.matrix
 def test_the_page_on_celery_works_with_a_broker_and_a_worker(
     rabbitmq: RabbitMQ, tmp_path: Path
