@@ -5,12 +5,15 @@ The relay, pruning, bulk operations and checks get their databases here.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from typing import Any
 
 from django.db import connections, router
 
 from .. import conf, stages
-from ..brokers import find_broker
+from ..brokers import find_broker, of_kind
+from ..errors import ConfigurationError
 from ..models import OutboxMessage
 from ..models.fields import query
 from ..scheduling.timetable import recurring
@@ -31,7 +34,20 @@ def in_use() -> dict[str, str]:
         using = of_stage(stage)
         if using is not None:
             asking.setdefault(using, f"stage {stage.name!r}")
+    for task in _once_tasks():
+        if task.using:
+            asking.setdefault(task.using, f"the OnceTask {task.name!r}")
     return asking
+
+
+def _once_tasks() -> Iterator[Any]:
+    """Yield the `OnceTask`s that this process has imported."""
+    for broker in of_kind("celery").values():
+        with suppress(ConfigurationError):  # the checks report it
+            for task in tuple(broker.app.tasks.values()):
+                # Only an OnceTask has this method. This part cannot import the class.
+                if hasattr(task, "careless"):
+                    yield task
 
 
 def with_tables() -> list[str]:

@@ -18,6 +18,7 @@ from celery.exceptions import (
     SoftTimeLimitExceeded,
     WorkerLostError,
 )
+from django.core.management import call_command
 from django.db import DatabaseError, OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu import Connection
@@ -29,6 +30,7 @@ from django_txmsg.consuming import protocol
 from django_txmsg.consuming.protocol import StageTransaction
 from django_txmsg.errors import InvalidMessage, SwallowedDatabaseError, TaskGivenUp
 from django_txmsg.models import InboxMessage, OutboxMessage
+from django_txmsg.monitoring import databases, status
 from tests.app.models import Effect
 from tests.celery_shop import app, charge, failing, step
 from tests.celery_worker import BROKERS, forget_connections
@@ -40,12 +42,14 @@ pytestmark = committing
 
 @pytest.fixture(autouse=True)
 def celery() -> Iterator[None]:
-    """Make the app send to an in-memory broker."""
-    before = app.conf.broker_url
+    """Make the app send to an in-memory broker, and forget the test's tasks."""
+    before, known = app.conf.broker_url, set(app.tasks)
     app.conf.broker_url = "memory://"
     forget_connections()
     with txmsg(BROKERS=BROKERS):
         yield
+    for name in {*app.tasks} - known:
+        app.tasks.unregister(name)
     app.conf.broker_url = before
     forget_connections()
 
@@ -597,3 +601,22 @@ def test_lost_conflict_counts_no_attempt() -> None:
 
     assert deliver(once_task(work)) is None
     assert effects() == ["worked"]
+
+
+def test_the_database_of_a_once_task_is_served_and_counted() -> None:
+    """Only an OnceTask names the database. The relay dispatches the messages that are
+    stored there, and the status counts them."""
+
+    def work() -> None:
+        send_message("tests.of_once", None)
+
+    assert "other" not in databases.in_use()
+    deliver(once_task(work, using="other"))
+    (waiting,) = [
+        place.waiting.count
+        for place in status.read().destinations.values()
+        if place.name == "tests.of_once"
+    ]
+    assert waiting == 1
+    call_command("relay", once=True, verbosity=0)
+    assert OutboxMessage.objects.using("other").get().state == "dispatched"
