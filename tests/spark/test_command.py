@@ -17,6 +17,7 @@ import pytest
 from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.db import connections
+from django.db.models import Model
 from django.test import Client, override_settings
 from psycopg.conninfo import conninfo_to_dict
 
@@ -27,9 +28,19 @@ from django_txmsg.spark.models import ArchiveMark, PipelineRun
 from django_txmsg.spark.runs import recorded
 from django_txmsg.spark.schemas import TABLES
 from django_txmsg.spark.spec import SESSION, JobSpec, LakeSpec
+from tests import factories
 from tests.faults import wait_until
 from tests.spark.conftest import ROOT
 from tests.spark.log import Log
+
+
+class Elsewhere:
+    """A database router that puts all tables in another database than "default"."""
+
+    def db_for_write(self, model: type[Model], **hints: object) -> str:
+        return "other"
+
+    db_for_read = db_for_write
 
 
 @pytest.mark.django_db(transaction=True)
@@ -48,6 +59,27 @@ def test_a_dry_run_reads_the_settings_and_leaves_a_record(
     assert (run.job, run.service, run.state) == ("archive", "shop", "clean")
     assert run.finished_at >= run.started_at
     assert str(run.id) == facts["run"]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_a_job_reads_the_database_that_the_routers_choose(
+    tmp_path: Path, capsys
+) -> None:
+    lake = {"URI": f"file://{tmp_path}/lake", "READER": "default"}
+    with override_settings(
+        TXMSG={"SERVICE": "shop", "LAKE": lake},
+        DATABASE_ROUTERS=[f"{__name__}.Elsewhere"],
+    ):
+        factories.OutboxMessageFactory(
+            dispatched=True, created_at=factories.ago(days=99)
+        )
+        call_command("pipeline", "archive", "--dry-run", "--json")
+        read = job_spec("other").service().reading()
+
+    assert json.loads(capsys.readouterr().out)["counts"]["outbox"] == 1
+    assert PipelineRun.objects.using("other").exists()
+    assert not PipelineRun.objects.exists()
+    assert read.url == source_spec("default", "shop").url
 
 
 @pytest.mark.django_db(transaction=True)

@@ -19,12 +19,13 @@ from urllib.parse import quote, urlencode
 
 from django.apps import apps
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import DEFAULT_DB_ALIAS, connections, router
 
 import django_txmsg
 
 from ... import conf, stages
 from ...django_internals import settings_of
+from ...models import OutboxMessage
 from ...spark import cli
 from ...spark.errors import PipelineError
 from ...spark.spec import (
@@ -46,7 +47,7 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the options of all jobs, and of the database."""
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS)
+        parser.add_argument("--database", metavar="ALIAS")
         parser.add_argument(
             "--print-submit",
             action="store_true",
@@ -56,7 +57,9 @@ class Command(BaseCommand):
 
     def handle(self, *arguments: Any, **options: Any) -> None:
         """Run the job and exit with its code."""
-        given = argparse.Namespace(**options)
+        given, alias = argparse.Namespace(**options), options["database"]
+        if alias is None:
+            alias = router.db_for_write(OutboxMessage)
         if not (given.spec or apps.is_installed("django_txmsg.spark")):
             raise CommandError(
                 "The pipeline's tables come with an app of its own: add "
@@ -64,11 +67,7 @@ class Command(BaseCommand):
                 returncode=2,
             )
         try:
-            spec = (
-                JobSpec.load(given.spec)
-                if given.spec
-                else job_spec(options["database"])
-            )
+            spec = JobSpec.load(given.spec) if given.spec else job_spec(alias)
             spec = cli.complete(spec, given)
         except PipelineError as error:
             raise CommandError(str(error), returncode=error.exit_code) from error
@@ -123,7 +122,7 @@ def job_spec(alias: str) -> JobSpec:
     if given is not None:
         former = dict.fromkeys(txmsg.FORMER_SERVICES, txmsg.SERVICE)
         lake = LakeSpec(given.URI, given.KEEP_BODIES, given.STORAGE_OPTIONS, former)
-        if given.READER and alias == DEFAULT_DB_ALIAS:
+        if given.READER and alias == router.db_for_write(OutboxMessage):
             source = _read_by(source, str(given.READER))
     return JobSpec(
         services=(
