@@ -237,15 +237,35 @@ def test_without_its_tables_it_says_where_it_has_looked() -> None:
     assert "Database 'default' has no tables of django-outbox-pattern" in said
 
 
+def receive(**headers: object) -> None:
+    """Store a message that django-outbox-pattern has processed."""
+    Received._base_manager.create(
+        id=uuid.uuid4(), msg_id="1", added=timezone.now(), status=2,
+        headers={"destination": "/queue/mails", **headers},
+    )  # fmt: skip
+
+
+def test_received_messages_are_known_in_the_stages_database_and_to_its_broker(
+    published: Callable[..., None],
+) -> None:
+    receive(**{"dop-msg-id": "7"})
+    got: list[Message] = []
+    with txmsg(), declared(got.append, "mails", using="other", broker="apart") as one:
+        assert "Took 1 id of" in take_over()
+        assert "Took 0 ids of" in take_over()
+        late = {"dop-msg-id": "7", "content-type": "text/plain"}
+        put("mails", b"1", late, broker="apart")
+        step(one)
+    assert got == []
+    assert not InboxMessage.objects.exists()
+
+
 @pytest.mark.postgresql
 def test_messages_received_meanwhile_are_not_counted_as_taken_over(
     published: Callable[..., None],
 ) -> None:
-    known, now = uuid.uuid4(), timezone.now()
-    Received._base_manager.create(
-        id=uuid.uuid4(), msg_id="1", added=now, status=2,
-        headers={"destination": "/queue/mails", "dop-msg-id": str(known)},
-    )  # fmt: skip
+    known = uuid.uuid4()
+    receive(**{"dop-msg-id": str(known)})
 
     def received() -> None:
         # The command waits for the end of this one's transaction.

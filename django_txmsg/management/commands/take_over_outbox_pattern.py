@@ -24,7 +24,7 @@ from ...envelope.message import carried, check_destination
 from ...errors import DuplicateMessage, InvalidMessage
 from ...models import InboxMessage, OutboxMessage
 from ...sending.outbox import send_message
-from ...stages import all_stages
+from ...stages import Stage, all_stages
 from ..terminal import DatabaseCommand, chosen_database, require_positive
 
 FAILED, SCHEDULED, SUCCEEDED = -1, 1, 2
@@ -201,40 +201,39 @@ class Command(DatabaseCommand):
     def _remember(self, using: str, options: dict[str, Any]) -> int:
         """Record in the inbox that each stage has processed the received messages of
         its destination. Return the number of new records."""
-        stages: dict[str, list[str]] = {}
+        stages: dict[str, list[Stage]] = {}
         for stage in all_stages():
-            stages.setdefault(stage.destination, []).append(stage.name)
+            stages.setdefault(stage.destination, []).append(stage)
         rows: Any = Received._base_manager.using(using)
         rows = rows.filter(status=SUCCEEDED, msg_id__isnull=False)
-        inbox = InboxMessage._base_manager.using(using)
         known = 0
         for batch in _batches(
             list(rows.values_list("pk", flat=True)), options["batch_size"]
         ):
-            noted = []
+            noted: dict[str, list[InboxMessage]] = {}
             for row in rows.filter(pk__in=batch):
                 came = _headers(row).get("destination", "")
                 destination = self._destination(came)
-                names = stages.get(destination, [])
-                if not names:
+                consuming = stages.get(destination, [])
+                if not consuming:
                     self.strange[came or "unknown"] += 1
-                noted += [
-                    InboxMessage(
-                        stage=name, destination=destination, attempts=1,
-                        message_id=_identity(row, options["broker"]),
+                for stage in consuming:
+                    noted.setdefault(stage.definition.using, []).append(InboxMessage(
+                        stage=stage.name, destination=destination, attempts=1,
+                        message_id=_identity(row, stage.broker),
                         first_received_at=row.added, last_received_at=row.added,
                         processed_at=row.added,
-                    )
-                    for name in names
-                ]  # fmt: skip
-            # Not by counting rows: consumers receive messages meanwhile.
-            ids = {one.message_id for one in noted}
-            there = set(
-                inbox.filter(message_id__in=ids).values_list("message_id", "stage")
-            )
-            known += len({(one.message_id, one.stage) for one in noted} - there)
-            if not options["dry_run"]:
-                inbox.bulk_create(noted, ignore_conflicts=True)
+                    ))  # fmt: skip
+            for alias, received in noted.items():
+                inbox = InboxMessage._base_manager.using(alias)
+                # Not by counting rows: consumers receive messages meanwhile.
+                ids = {one.message_id for one in received}
+                there = set(
+                    inbox.filter(message_id__in=ids).values_list("message_id", "stage")
+                )
+                known += len({(one.message_id, one.stage) for one in received} - there)
+                if not options["dry_run"]:
+                    inbox.bulk_create(received, ignore_conflicts=True)
         return known
 
     def _destination(self, name: str) -> str:
