@@ -117,12 +117,11 @@ def kinds_in(using: str) -> list[Kind]:
 
 
 def places(database: str | None) -> list[tuple[Kind, str]]:
-    """Return the tables to prune, each with its database: all tables of a given
-    database; otherwise those of the outbox's database, and the embedded brokers' queues
-    in databases of their own."""
-    if database:
-        return [(kind, database) for kind in kinds()]
-    aliases = [router.db_for_write(OutboxMessage), *with_only_queues()]
+    """Return the tables to prune, each with its database. By default, these are the
+    tables of the outbox's database, and the embedded brokers' queues in databases of
+    their own."""
+    home = router.db_for_write(OutboxMessage)
+    aliases = [database] if database else [home, *with_only_queues()]
     return [(kind, alias) for alias in aliases for kind in kinds_in(alias)]
 
 

@@ -119,10 +119,11 @@ def pruned_by_run() -> None:
     "prune",
     [
         lambda: call_command("prune_messages", verbosity=0),
+        lambda: call_command("prune_messages", "--database", "other", verbosity=0),
         tasks.prune_messages,
         pruned_by_run,
     ],
-    ids=["command", "task", "run"],
+    ids=["command", "named", "task", "run"],
 )
 def test_old_control_messages_are_pruned_and_nothing_else(
     prune: Callable[[], object],
