@@ -288,8 +288,12 @@ def test_a_lake_leaves_the_message_log_to_the_archive() -> None:
 
     with txmsg(LAKE="file:///var/lake", RETENTION={"DEAD_LETTERS": 1}):
         output = prune()
+        brokers = {"default": {"URL": "database://"}}
+        with txmsg(LAKE="file:///var/lake", BROKERS=brokers):
+            elsewhere = prune("--database", "other")
 
     assert output.count("left to `manage.py pipeline archive`") == 4
+    assert "left to `manage.py pipeline --database other archive`" in elsewhere
     assert OutboxMessage.objects.count() == InboxMessage.objects.count() == 1
     assert DeadLetter.objects.count() == 1
     assert IdempotencyKey.objects.count() == 0

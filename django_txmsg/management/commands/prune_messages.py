@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from django.db import router
+
 from ... import conf
 from ...models import OutboxMessage
 from ...monitoring import retention
@@ -41,7 +43,7 @@ class Command(DatabaseCommand):
                 require_tables(using)
                 name += f" in database {using!r}"
             if not retention.prunable(kind):
-                self._say(options, f"{name}: {self._why(kind)}.")
+                self._say(options, f"{name}: {self._why(kind, using)}.")
             elif options["dry_run"]:
                 number = retention.count(kind, using)
                 self.stdout.write(f"{name}: {number} would be deleted.")
@@ -58,12 +60,14 @@ class Command(DatabaseCommand):
         if options["verbosity"] > 0:
             self.stdout.write(line)
 
-    def _why(self, kind: retention.Kind) -> str:
+    def _why(self, kind: retention.Kind, using: str) -> str:
         if kind.days is None:
             return "kept for ever"
         lake = conf.get().LAKE
         where = lake.URI if lake else "no lake"
-        return f"left to `manage.py pipeline archive`, which keeps them in {where}"
+        home = using == router.db_for_write(OutboxMessage)
+        job = "archive" if home else f"--database {using} archive"
+        return f"left to `manage.py pipeline {job}`, which keeps them in {where}"
 
     def _progress(self, name: str, deleted: int) -> None:
         if self.stderr.isatty():
