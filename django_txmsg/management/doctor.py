@@ -8,6 +8,7 @@ and rolls the row back. For each failure it prints what to do.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import sys
@@ -37,7 +38,13 @@ from ..models.fields import clock
 from ..models.outbox import PENDING
 from ..monitoring import attendance
 from ..monitoring.alarms import listed
-from ..monitoring.databases import with_only_queues, with_tables
+from ..monitoring.databases import (
+    is_read_only,
+    left_out,
+    with_only_queues,
+    with_tables,
+)
+from ..monitoring.waiting import in_outbox
 from ..relaying.listener import alias_of, receives_notifications
 from ..sending.outbox import send_message
 from ..stages import all_stages
@@ -117,6 +124,7 @@ def examine() -> Iterator[Examined]:
         yield from found
         if not any(one.state == BAD for one in found):
             reached.append(alias)
+    yield from _not_served()
     for alias in sorted(conf.get().BROKERS):
         broker = find_broker(alias)
         if broker and broker.stored_in and broker.stored_in not in reached:
@@ -180,6 +188,22 @@ def _database(alias: str) -> Iterator[Examined]:
         yield Examined(f"isolation of database {alias!r}", *_isolation(alias))
         if conf.get().NOTIFY:
             yield Examined(f"LISTEN in database {alias!r}", *_notifications(alias))
+
+
+def _not_served() -> Iterator[Examined]:
+    """Yield the databases whose messages of this service no relay dispatches, because
+    only calls with `using=` name the database."""
+    for alias in left_out():
+        with contextlib.suppress(AnyDatabaseError):  # without our tables, or away
+            late = {one.service for one in in_outbox(alias, most=1) if one.overdue}
+            if conf.get().SERVICE in late and not is_read_only(alias):
+                yield Examined(
+                    f"outbox in database {alias!r}",
+                    BAD,
+                    "messages are overdue. Neither settings, routers nor stages name "
+                    "this database, so no relay serves it by default",
+                    f"Also run manage.py relay --database {alias}.",
+                )
 
 
 def _migrations(alias: str) -> Result:

@@ -166,6 +166,25 @@ def test_a_server_that_takes_no_writes_is_bad() -> None:
 
 
 @committing
+def test_messages_in_a_database_that_no_relay_serves_are_bad() -> None:
+    def stored(**columns: Any) -> tuple[int, list[dict[str, str]]]:
+        factories.OutboxMessageFactory.build(**columns).save(using="other")
+        code, examined = doctor()
+        return code, of(examined, "outbox in database 'other'")
+
+    with txmsg(BROKERS={"default": {"URL": "database://"}}):
+        # A relay with `--database other` may be about to dispatch the first; the second
+        # is another service's.
+        assert stored(service="tests") == (0, [])
+        hour = {"created_at": factories.ago(hours=1)}
+        assert stored(service="another", **hour) == (0, [])
+        code, (bad,) = stored(service="tests", **hour)
+
+    assert (code, bad["state"]) == (1, "bad")
+    assert "relay --database other" in bad["cure"]
+
+
+@committing
 def test_a_missing_migration_is_named_with_its_command() -> None:
     with connection.cursor() as cursor:
         cursor.execute(

@@ -32,7 +32,7 @@ from django_txmsg.scheduling.time_loop import keeping_time
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import Stage, TransactionDefinition
-from tests.faults import wait_until
+from tests.faults import ManageProcess, wait_until
 from tests.integration.test_stop_message import consuming
 from tests.running import committing, declared, drained, put, running, step, txmsg
 
@@ -179,6 +179,16 @@ def test_no_warning_names_a_database_without_messages(
         assert databases.left_out() == ["other"]
         monkeypatch.setattr(connections["other"], "vendor", "mysql")
         assert databases.left_out() == []
+
+
+@pytest.mark.parametrize("command", ["relay", "txmsg run"])
+def test_a_worker_names_the_databases_that_it_does_not_serve(command: str) -> None:
+    with ManageProcess(*command.split()) as process:
+        wait_until(
+            lambda: "but not other." in process.output,
+            message=lambda: process.output,
+        )
+    assert "also run manage.py relay --database other." in process.output
 
 
 @pytest.mark.parametrize("mode", ["none", "best_effort_1pc", "broker_only"])

@@ -26,7 +26,7 @@ from ...consuming.consumer import Consumer
 from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
 from ...monitoring.alerting import Alerting
-from ...monitoring.databases import with_only_queues, with_tables
+from ...monitoring.databases import left_out, with_only_queues, with_tables
 from ...monitoring.retention import Pruner
 from ...relaying.relay import Relay
 from ...runtime.thread_group import ThreadGroup
@@ -36,7 +36,7 @@ from ..terminal import SEARCHED, printable, require_tables
 from . import _supervisor
 from ._process import heartbeat, say
 from ._supervisor import Slot, Supervisor
-from ._workers import add_arguments, working
+from ._workers import add_arguments, not_served, working
 
 #: Seconds that a child has to finish its messages.
 GRACE = 10.0
@@ -284,6 +284,8 @@ class Command(BaseCommand):
             f"Relaying from {', '.join(databases)} to {', '.join(brokers)}. Stop with "
             f"Ctrl-C."
         )
+        if left_out():
+            self._line(not_served(databases))
 
     def _line(self, text: str) -> None:
         say(self.stdout, text)

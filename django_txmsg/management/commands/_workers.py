@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,6 +24,7 @@ from ... import metrics
 from ...errors import ConfigurationError
 from ...metrics import of_database, of_processes
 from ...monitoring import process_states
+from ...monitoring.databases import left_out
 from ...monitoring.process_states import WITHIN
 from ...runtime import liveness
 from ...runtime.thread_group import start_daemon
@@ -187,6 +188,17 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 MULTIPROC = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def not_served(databases: Sequence[str]) -> str:
+    """Return the line with which a relay of these databases names those that it does
+    not serve."""
+    others = left_out()
+    return (
+        f"Serving the databases {', '.join(databases)}, but not {', '.join(others)}. "
+        f"If messages are stored there with using=, also run manage.py relay "
+        f"--database {' --database '.join(others)}."
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from ...scheduling.time_loop import keeping_time, ticked
 from ...scheduling.timekeeper import Timekeeper
 from ..terminal import require_positive, require_tables
 from ._process import heartbeat, say
-from ._workers import add_arguments, working
+from ._workers import add_arguments, not_served, working
 
 
 class Command(BaseCommand):
@@ -45,11 +45,7 @@ class Command(BaseCommand):
         require_positive(options, "batch_size")
         databases = options["database"] or with_tables()
         if options["verbosity"] > 0 and not options["database"] and left_out():
-            self.stdout.write(
-                f"Serving the databases {', '.join(databases)}, but not "
-                f"{', '.join(left_out())}. If messages are stored there with using=, "
-                "name each with --database."
-            )
+            self.stdout.write(not_served(databases))
         brokers = options["broker"] or sorted(conf.get().BROKERS)
         unknown = [name for name in brokers if name not in conf.get().BROKERS]
         if unknown:
