@@ -161,6 +161,7 @@ def test_a_live_process_keeps_its_subscription_in_another_database() -> None:
             call_command(*remove)
         worker.delete()
         assert "Removed" in told(*remove)
+        assert TOPIC in told("txmsg", "audit")
 
 
 @pytest.mark.parametrize("kind", ["rabbitmq", "rabbitmq_amqp", "activemq"])

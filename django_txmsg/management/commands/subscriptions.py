@@ -111,7 +111,7 @@ class Command(DatabaseCommand):
             self.stdout.write(f"Would remove {which}")
             return
         # First: the messages are deleted in many transactions.
-        home = using or router.db_for_write(AuditEntry)
+        home = router.db_for_write(AuditEntry)
         record(home, Deed.UNSUBSCRIBE, f"Remove {which}")
         try:
             broker.unsubscribe(topic, subscriber)
