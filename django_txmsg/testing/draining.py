@@ -383,10 +383,13 @@ def answers(
         return reply
 
     answer.__annotations__["body"] = destination.body
+    where: dict[str, Any] = {}
+    if real:
+        where = {"broker": real[0].broker, "using": real[0].definition.using}
     for one in real:
         stages.unregister(one.name)
     try:
-        stages.stage(destination)(answer)
+        stages.stage(destination, **where)(answer)
         try:
             yield came
         finally:

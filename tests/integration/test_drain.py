@@ -410,6 +410,17 @@ class TestWithTwoDatabases(TestCase, Declares):
 
         assert drain().dispatched == len(seen) == 1
 
+    def test_answers_come_from_the_broker_and_database_of_the_real_stage(self) -> None:
+        self.stage(print, "drained.asked", broker="apart", using="other")
+        asked = Destination("drained.asked", int, reply=int)
+
+        with txmsg(), answers(asked, 1) as came:
+            send_message(asked, 7, broker="apart")
+            drain()
+
+        assert came == [7]
+        assert InboxMessage.objects.using("other").get().stage == "drained.asked"
+
 
 @override_settings(TXMSG={"SERVICE": "tests", "HTTP": {"USING": "other"}})
 class TestWithoutTheSecondDatabase(TestCase, Declares):
