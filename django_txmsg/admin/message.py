@@ -343,7 +343,7 @@ class MessagePages(Pages):
             request, message_id, Deed.STOP, "Asked to stop", why,
             lambda: deadline.ask_to_stop(message_id, using=using, why=by),
             of=InboxMessage,
-            unless="it has ended, or its stage has no timeout.",
+            unless="it has ended or is parked, or its stage has no timeout.",
         )  # fmt: skip
 
     def _done(

@@ -29,6 +29,8 @@ from ..envelope.handler import Handler
 from ..envelope.message import Message, should_end
 from ..errors import StageStopped, StageTimedOut
 from ..models import InboxMessage, StopRequest
+from ..models.fields import Later
+from ..models.stage import HOLDS
 from ..runtime import database_health
 from ..runtime.per_process import PerProcess
 from ..runtime.watch import Watch
@@ -39,7 +41,8 @@ from ..stages import Stage, all_stages
 
 def stoppable(message_id: uuid.UUID, using: str) -> list[InboxMessage]:
     """Return a message's unfinished inbox rows at the stages of this service that have
-    a timeout. Only at these stages can an operator stop a message."""
+    a timeout. Only at these stages can an operator stop a message. Rows are omitted
+    whose next attempt begins after a request to stop them would have expired."""
     timed = [
         one.name
         for one in all_stages()
@@ -48,13 +51,14 @@ def stoppable(message_id: uuid.UUID, using: str) -> list[InboxMessage]:
     rows = InboxMessage.objects.using(using).filter(
         message_id=message_id, stage__in=timed, processed_at=None, dead_at=None
     )
+    rows = rows.exclude(due_at__gt=Later(HOLDS.total_seconds()))
     return list(rows.defer("body", "headers"))
 
 
 def ask_to_stop(message_id: uuid.UUID, *, using: str, why: str) -> bool:
     """Request that the consumers stop a message while they are processing it. Returns
-    False if the message has ended, or if no stage with a timeout has received the
-    message."""
+    False if the message has ended or is parked for longer than a minute, or if no stage
+    with a timeout has received the message."""
     found = stoppable(message_id, using)
     for one in found:
         StopRequest.objects.db_manager(using).ask(one.stage, message_id, why)

@@ -24,6 +24,7 @@ from django_txmsg.models import (
     StopRequest,
 )
 from django_txmsg.testing import drain
+from tests import factories as make
 from tests.app.models import Effect
 from tests.factories import ago
 from tests.faults import wait_until
@@ -187,7 +188,10 @@ def test_only_a_message_that_can_be_stopped_is_asked_to() -> None:
         ended, waits = put(timed.destination), put(untimed.destination)
         step(timed)
         step(untimed)
-        for one in (ended, waits, uuid.uuid4()):
+        parked = make.InboxMessageFactory(
+            stage=timed.name, parked=True, due_at=ago(hours=-3)
+        )
+        for one in (ended, waits, parked.message_id, uuid.uuid4()):
             with pytest.raises(CommandError, match="at a stage without a timeout"):
                 call_command("txmsg", "stop", str(one))
     assert not StopRequest.objects.exists()
