@@ -94,6 +94,22 @@ def test_amqp_at_a_stomp_port_names_the_amqp_port(
 # -- queues ------------------------------------------------------------------------
 
 
+def test_a_time_out_of_the_caller_limits_the_whole_batch(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    """RabbitMQ confirms one message after the other. Their confirms together take
+    longer than the time-out, but each of them is in time."""
+    session = opened(rabbitmq_amqp.url())
+    assert session.send([Outgoing(destination, {}, b"first")]) == [None]
+    batch = [Outgoing(destination, {}, b"x")] * 5000
+    outcomes = session.send(batch, isolate=True, timeout=0.5)
+
+    stored = outcomes.index(next(filter(None, outcomes)))
+    assert all(isinstance(one, DispatchUnknown) for one in outcomes[stored:])
+    assert not any(one.written for one in outcomes[stored + 1 :])  # type: ignore[union-attr]
+    assert len(received(session, destination, stored + 1)) == stored + 1
+
+
 def test_a_missing_queue_is_made_as_quorum_or_as_the_url_says(
     rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:

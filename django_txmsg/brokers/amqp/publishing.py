@@ -57,9 +57,13 @@ class Publisher:
         *,
         window: int,
         timeout: float,
+        until: float | None = None,
     ) -> None:
         """Send the messages in `batch`, by their index, and write each outcome into
         `outcomes`. A message that is not in `batch` has its outcome already.
+
+        Stop if no confirm arrives for `timeout` seconds. If `until` is given, in the
+        time of `time.monotonic()`, stop then instead.
 
         Two messages of one key are never in flight together. The second message is sent
         only after the broker has stored the first. If the first is not stored, the
@@ -78,7 +82,7 @@ class Publisher:
                     error = DispatchUnknown(self._link.blocked, written=False)
                     break
                 self._open()
-                self._pump(sending, window, timeout)
+                self._pump(sending, window, timeout, until)
                 silence = self._link.blocked or "no confirm came in time"
                 error = DispatchUnknown(silence)
             except ChannelClosed as closed:
@@ -152,11 +156,15 @@ class Publisher:
         methods[PUBLISHING, spec.Basic.Nack] = self._on_nack
         self._link.contents[PUBLISHING, spec.Basic.Return] = self._on_return
 
-    def _pump(self, sending: _Order, window: int, timeout: float) -> None:
+    def _pump(
+        self, sending: _Order, window: int, timeout: float, until: float | None
+    ) -> None:
         limit = self._link.options.max_in_flight_bytes
         size, progress_at = 0, time.monotonic()
         number_of = self._pending
         while sending.ready or number_of:
+            if until is not None and time.monotonic() >= until:
+                return
             chunk = bytearray()
             while sending.ready and len(number_of) < window and size < limit:
                 index = sending.ready.popleft()
@@ -171,7 +179,8 @@ class Publisher:
                 self._link.transport.write(chunk)
                 progress_at = time.monotonic()
             more = sending.ready and len(number_of) < window and size < limit
-            left = 0.0 if more else progress_at + timeout - time.monotonic()
+            give_up = progress_at + timeout if until is None else until
+            left = 0.0 if more else give_up - time.monotonic()
             self._link.read(max(0.0, left))
             if self._settled:
                 progress_at = time.monotonic()

@@ -250,6 +250,7 @@ class AmqpSession(Session):
         ready: dict[int, frames.Ready] = {}
         unavailable: dict[str, DestinationUnavailable] = {}
         options = self._link.options
+        until = None if timeout is None else time.monotonic() + timeout
         with self._link.owned:
             if not self._link.transport.connected:
                 reason = self._subscription.over or "the connection has ended"
@@ -270,7 +271,8 @@ class AmqpSession(Session):
                 [one.headers.get(wire.KEY, "") for one in batch],
                 outcomes,
                 window=1 if isolate else options.max_in_flight,
-                timeout=timeout or options.send_timeout,
+                timeout=options.send_timeout,
+                until=until,
             )
         for one, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, Unroutable):
