@@ -177,6 +177,11 @@ def delay_queue_seconds(milliseconds: int) -> int:
     return 1 << ((milliseconds - 1) // 1000).bit_length()
 
 
+def is_delay_queue(name: str) -> bool:
+    """Return whether RabbitMQ keeps delayed messages in the queue of this name."""
+    return re.search(r"\.(wait|delay)-\d+s$", name) is not None
+
+
 def is_topic(destination: str) -> bool:
     """Return whether this is a topic, whose messages go to every subscriber."""
     return destination.startswith(TOPIC_PREFIX)

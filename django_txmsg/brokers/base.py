@@ -236,7 +236,7 @@ class Broker(abc.ABC):
         """Delete a durable subscription with its messages, if it exists.
 
         Raises BrokerError if the broker refuses, for example while the subscription is
-        in use.
+        in use. May raise BrokerError if the subscription does not exist.
         """
 
     def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:

@@ -155,7 +155,6 @@ _AMQP_PROPERTIES = frozenset(
         "correlation-id", "reply-to", "type", "user-id",
     }
 )  # fmt: skip
-_OF_A_DELAY = re.compile(r"\.delay-\d+s$")
 #: AMQP's codes for errors of one frame; the others concern the connection.
 _CODES_OF_A_FRAME = frozenset({"311", "313", "403", "404", "405", "406"})
 
@@ -215,7 +214,7 @@ class RabbitMQDialect(Dialect):
 
     def _exists(self, name: str) -> bool:
         # Delay queues are always declared here.
-        return not _OF_A_DELAY.search(name) and any(
+        return not wire.is_delay_queue(name) and any(
             fnmatchcase(name, pattern) for pattern in self.existing.split(",")
         )
 

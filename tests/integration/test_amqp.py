@@ -450,6 +450,8 @@ def test_a_subscription_in_use_is_not_deleted(
     session.subscribe(f"topic:{destination}", prefetch=1, subscriber=destination)
     with pytest.raises(BrokerError, match="in use"):
         broker.unsubscribe(f"topic:{destination}", destination)
+    with pytest.raises(BrokerError, match="there is no subscription"):
+        broker.unsubscribe(f"topic:{destination}", f"{destination}.mistyped")
 
 
 def test_heart_beats_flow_while_the_session_s_thread_is_busy(

@@ -277,6 +277,24 @@ def test_a_server_s_subscriptions_are_ended_and_not_listed() -> None:
         call_command("subscriptions", "list", "--broker", "none")
 
 
+def test_a_queue_at_a_server_is_not_removed_as_a_subscription() -> None:
+    """At RabbitMQ a subscription is a queue, so the name of any queue would do."""
+    with (
+        txmsg(BROKERS={"default": {"URL": "amqp://127.0.0.1:1"}}),
+        declared(note, MAIL, name="mails"),
+    ):
+        for name, why in (
+            (MAIL, "the queue of a stage that is declared here"),
+            (f"{MAIL}.wait-64s", "delayed messages"),
+            (f"{MAIL}.delay-1s", "delayed messages"),
+            ("shop.txmsg.control", "control messages"),
+        ):
+            with pytest.raises(CommandError, match=why):
+                call_command("subscriptions", "remove", TOPIC, name, "--dry-run")
+        would = told("subscriptions", "remove", TOPIC, "billing.old", "--dry-run")
+        assert "Only the server's tools count its messages" in would
+
+
 def consume(manage: Manage, name: str, stage: str) -> ManageProcess:
     return manage(
         *("consume", stage),

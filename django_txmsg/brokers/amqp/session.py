@@ -402,10 +402,13 @@ class AmqpSession(Session):
             self._queues.ping()
 
     def delete_subscription(self, subscriber: str) -> None:
-        """Delete a subscriber's queue. Raises BrokerError while the queue is in use."""
+        """Delete a subscriber's queue. Raises BrokerError if the queue is in use or
+        does not exist."""
         with self._owned():
             found = self._queues.waiting(subscriber)
-            if found and found[1]:
+            if found is None:
+                raise BrokerError(f"there is no subscription {subscriber!r}")
+            if found[1]:
                 raise BrokerError(f"the subscription {subscriber!r} is in use")
             self._queues.delete(subscriber)
 

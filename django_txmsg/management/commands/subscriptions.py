@@ -8,6 +8,7 @@ from typing import Any
 from django.core.management.base import CommandError
 from django.db import router
 
+from ... import wire
 from ...brokers import get_broker
 from ...brokers.base import Broker
 from ...errors import BrokerError
@@ -95,20 +96,28 @@ class Command(DatabaseCommand):
                 raise CommandError(f"{subscriber!r} does not subscribe to {topic}.")
         else:
             # A server may allow only one subscription of a name, whatever the topic.
+            # At RabbitMQ, a subscription is a queue, so any queue could be deleted.
             used = [one.subscriber for one in all_stages()]
             used += subscriptions.served(_living())
+            used += [one.destination for one in all_stages()]
+            if wire.is_control(subscriber) or wire.is_delay_queue(subscriber):
+                raise CommandError(
+                    f"{subscriber!r} is no subscription, but a queue of control "
+                    f"messages or of delayed messages."
+                )
         if subscriber in used:
             raise CommandError(
-                f"{subscriber!r} is the subscription of a stage that is declared here, "
-                f"or run by a live process: it would miss messages. Remove the stage "
-                f"first, and stop the processes that run it."
+                f"{subscriber!r} is the subscription or the queue of a stage that is "
+                f"declared here, or run by a live process: it would miss messages. "
+                f"Remove the stage first, and stop the processes that run it."
             )
         waiting = {one.name: one.count for one in in_queues(using)} if using else {}
         lost = waiting.get(queue_name(topic, subscriber), 0)
         which = f"the subscription {subscriber} to {topic}"
         which += f", with {capped(lost)} messages." if lost else "."
         if options["dry_run"]:
-            self.stdout.write(f"Would remove {which}")
+            uncounted = "" if using else " Only the server's tools count its messages."
+            self.stdout.write(f"Would remove {which}{uncounted}")
             return
         # First: the messages are deleted in many transactions.
         home = router.db_for_write(AuditEntry)
