@@ -236,6 +236,19 @@ def test_an_error_is_noted_on_muted_and_unmuted() -> None:
     assert FailureNote.objects.get().noted_by.startswith("command: ")
 
 
+@pytest.mark.parametrize("action", ["note", "mute", "unmute"])
+@pytest.mark.parametrize(
+    "more", [["1"], ["--dry-run"], ["--stage", ""], ["--all"], ["--operation", "0"]]
+)
+def test_a_note_takes_no_option_that_it_ignores(action: str, more: list[str]) -> None:
+    letter = factories.DeadLetterFactory()
+    chosen = ["--fingerprint", letter.fingerprint, "--text", "Ticket 7."]
+    what = "ids" if more == ["1"] else more[0]
+    with pytest.raises(CommandError, match=f"it takes no {what}\\."):
+        run("dead_letters", action, *more, *chosen)
+    assert not FailureNote.objects.exists()
+
+
 def test_skipped_letters_are_reported_and_force_includes_them() -> None:
     letter = factories.DeadLetterFactory()
     factories.InboxMessageFactory(message_id=letter.message_id)

@@ -199,6 +199,11 @@ _FLAGS = {
 }
 _CHANGING = ("redeliver", "discard", "restore")
 _NOTING = ("note", "mute", "unmute")
+#: What a note would ignore, because it is about an error.
+_NOT_FOR_NOTES = (
+    "ids", "--dry-run", "--stage", "--destination", "--reason", "--older-than",
+    "--again", "--operation", "--search", "--all", "--shown", "--rate", "--force",
+)  # fmt: skip
 
 
 class Command(DatabaseCommand):
@@ -457,15 +462,20 @@ def _refuse(action: str, letters: QuerySet[DeadLetter]) -> None:
 
 def _require_use(action: str, options: dict[str, Any]) -> None:
     """Raise CommandError if an option is given that the action would ignore."""
+    about = f"{action} is about the error of a --fingerprint: it takes no "
     for name, used, what in (
         ("limit", action in ("list", "groups"), "--limit is only for list and groups."),
         ("duration", action == "mute", "--for is only for mute."),
         ("above", action == "mute", "--above is only for mute."),
         ("one_first", action == "redeliver", "--one-first is only for redeliver."),
         ("tolerate", options["one_first"], "--tolerate is only for --one-first."),
+        *(
+            (one.lstrip("-").replace("-", "_"), action not in _NOTING, f"{about}{one}.")
+            for one in _NOT_FOR_NOTES
+        ),
     ):
         given = options[name]
-        if given is not None and given is not False and not used:
+        if given is not None and given is not False and given != [] and not used:
             raise CommandError(what)
 
 
