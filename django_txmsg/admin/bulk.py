@@ -24,7 +24,7 @@ from ..dead_letters import bulk, selection
 from ..dead_letters.selection import Changed, Shown, filter_text
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
-from ..models.bulk_operation import BulkKind, BulkState
+from ..models.bulk_operation import PAST, BulkKind, BulkState
 from ..models.fields import clock
 from ..models.monitoring import Deed
 from ..monitoring import attendance
@@ -42,8 +42,6 @@ PERMISSIONS = {
 #: Most messages that are processed before the page answers, and most seconds that it
 #: waits for them.
 AT_ONCE, PATIENCE = 200, 5.0
-
-_PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
 
 @admin.register(BulkOperation)
@@ -168,7 +166,7 @@ class ConfirmPages(Pages):
     def page(self, request: HttpRequest) -> HttpResponse:
         """Ask for confirmation (GET), or start the operation (POST)."""
         given = request.POST if request.method == "POST" else request.GET
-        if given.get("kind") not in _PAST:  # other kinds are not about dead letters
+        if given.get("kind") not in PAST:  # other kinds are not about dead letters
             return self._admin.led_to_list(request)
         kind = BulkKind(given["kind"])
         may = request.user.has_perm(PERMISSIONS[kind])
@@ -256,8 +254,7 @@ class ConfirmPages(Pages):
         return self._admin.led_to_list(request)
 
     def _tell(self, request: HttpRequest, operation: BulkOperation) -> None:
-        done = operation.done
-        text = f"{_PAST[operation.kind]} {done:,} message{'s' * (done != 1)}."
+        text = operation.result
         if operation.skipped:
             why = next(iter(operation.skipped_why.values()), "")
             text += f" {operation.skipped} skipped: {why}."

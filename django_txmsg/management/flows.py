@@ -21,6 +21,7 @@ from ..monitoring import runs
 from ..monitoring.lengths import duration
 from ..rules.dead_letters import wrong_rate
 from .terminal import (
+    add_limit,
     chosen_database,
     not_blank,
     print_list,
@@ -56,7 +57,7 @@ class Command(BaseCommand):
             help="has waited at least this long: 30m, 12h, 7d",
         )
         add("--all", action="store_true", help="all open runs")
-        add("--limit", type=int, metavar="N", help="lines of list (default: 50)")
+        add_limit(parser, None, help="lines of list (default: 50)")
         add("--to", default="", metavar="STEP", help="of go-back: the step")
         add("--value", type=not_blank, metavar="JSON",
             help="of resume and go-back: the step's argument")  # fmt: skip
@@ -72,7 +73,7 @@ class Command(BaseCommand):
         found = _selected(using, options)
         limit = options["limit"]
         if options["action"] == "list":
-            limit = 50 if limit is None else max(limit, 0)
+            limit = 50 if limit is None else limit
             only_open = not (options["state"] or options["runs"])
             none = f"No {'open ' * only_open}run matches."
             none += " --state answered lists ended ones." * only_open

@@ -15,7 +15,7 @@ from ..models.monitoring import Deed
 from ..monitoring import process_states
 from ..monitoring.alerting import said_unwatched
 from ..monitoring.process_states import WITHIN
-from .terminal import chosen_database, not_blank, print_list, values
+from .terminal import add_limit, chosen_database, not_blank, print_list, values
 
 
 class Alerts(BaseCommand):
@@ -31,7 +31,7 @@ class Alerts(BaseCommand):
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
         shown = actions.add_parser("list", help="The newest first.")
         shown.add_argument("--firing", action="store_true", help="only open ones")
-        shown.add_argument("--limit", type=int, default=50, metavar="N")
+        add_limit(shown, 50)
         shown.add_argument("--json", action="store_true")
         shown.add_argument("--database", metavar="ALIAS")
         actions.add_parser("export", help="Print alert rules for Prometheus, as YAML.")
@@ -45,7 +45,7 @@ class Alerts(BaseCommand):
         alerts = Alert.objects.using(using).order_by("-pk")
         if options["firing"]:
             alerts = alerts.filter(ended_at=None)
-        alerts = alerts[: max(options["limit"], 0)]
+        alerts = alerts[: options["limit"]]
         names = ("id", "service", "name", "kind", "status", "since", "ended_at", "text")
         rows = ({name: getattr(one, name) for name in names} for one in alerts)
         lines = map(_alert_line, alerts)
@@ -69,7 +69,7 @@ class Audit(BaseCommand):
     help = "Lists what operators did in the admin and with commands, newest first."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--limit", type=int, default=50, metavar="N")
+        add_limit(parser, 50)
         parser.add_argument(
             "--by", type=not_blank, metavar="USER", help="part of the user's name"
         )
@@ -93,7 +93,7 @@ class Audit(BaseCommand):
         if options["text"]:
             entries = entries.filter(text__icontains=options["text"])
         found = entries.select_related("operation").order_by("-pk")
-        found = found[: max(options["limit"], 0)]
+        found = found[: options["limit"]]
         rows = (
             values(one, "at", "by", "deed", "text", "done") | {"shown": one.count}
             for one in found

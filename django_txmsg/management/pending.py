@@ -19,7 +19,7 @@ from ..models import BulkOperation, OutboxMessage
 from ..models.fields import local
 from ..models.monitoring import Deed
 from ..sending.pending import cancel_message, reschedule_message
-from .terminal import chosen_database, operator, print_list, record
+from .terminal import add_limit, chosen_database, operator, print_list, record
 
 log = logging.getLogger("django_txmsg.pending")
 
@@ -146,7 +146,7 @@ class Bulk(BaseCommand):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
         shown = actions.add_parser("list", help="The newest first.")
-        shown.add_argument("--limit", type=int, default=20, metavar="N")
+        add_limit(shown, 20)
         shown.add_argument("--json", action="store_true")
         for name, text in (
             ("pause", "Stop after the current batch."),
@@ -166,7 +166,7 @@ class Bulk(BaseCommand):
             self._move(using, options["action"], options["id"])
 
     def _list(self, using: str, limit: int, as_json: bool) -> None:
-        found: Any = BulkOperation.objects.using(using).order_by("-pk")[: max(limit, 0)]
+        found: Any = BulkOperation.objects.using(using).order_by("-pk")[:limit]
         rows = ({name: getattr(one, name) for name in _FACTS} for one in found)
         lines = map(_line, found)
         none = "There is no bulk operation."

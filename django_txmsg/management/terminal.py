@@ -169,6 +169,23 @@ def not_blank(text: str) -> str:
     return text
 
 
+def whole_number(text: str) -> int:
+    """Return the value of an option. Refuse anything but a whole number of at least
+    0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def add_limit(
+    parser: argparse.ArgumentParser, default: int | None, **options: Any
+) -> None:
+    """Add `--limit` to a command that prints lists."""
+    parser.add_argument(
+        "--limit", type=whole_number, default=default, metavar="N", **options
+    )
+
+
 def require_positive(options: Mapping[str, Any], name: str) -> None:
     """Raise CommandError if an option is given and less than 1."""
     if options[name] is not None and options[name] < 1:

@@ -21,6 +21,10 @@ class BulkKind(models.TextChoices):
     GO_BACK = "go-back", "go back"
 
 
+#: What an operation on dead letters has done, by its kind.
+PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
+
+
 class BulkState(models.TextChoices):
     """The state of the operation."""
 
@@ -128,6 +132,11 @@ class BulkOperation(models.Model):
         """The number of rows with their noun, for example "12 dead letters" or "1
         run"."""
         return f"{self.total:,} {self.noun}{'s' * (self.total != 1)}"
+
+    @property
+    def result(self) -> str:
+        """What an operation on dead letters has done, as a sentence."""
+        return f"{PAST[self.kind]} {self.done:,} message{'s' * (self.done != 1)}."
 
     @property
     def forced(self) -> str:

@@ -30,6 +30,7 @@ from ...rules.dead_letters import GONE_ON
 from ...stages import all_stages
 from ..terminal import (
     DatabaseCommand,
+    add_limit,
     chosen_database,
     not_blank,
     operator,
@@ -37,9 +38,8 @@ from ..terminal import (
     printable_lines,
     read_age,
     record,
+    whole_number,
 )
-
-_PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
 
 class Report:
@@ -148,8 +148,7 @@ class Report:
                 | {"skipped_why": operation.skipped_why}
             )
             return
-        done = operation.done
-        text = f"{_PAST[operation.kind]} {done:,} message{'s' * (done != 1)}."
+        text = operation.result
         if operation.skipped:
             text += f" {operation.skipped} skipped:"
         self._out.write(text)
@@ -235,7 +234,7 @@ class Command(DatabaseCommand):
             help="of mute: it ends after 8h, 7d",
         )
         parser.add_argument(
-            "--above", type=_count, metavar="N",
+            "--above", type=whole_number, metavar="N",
             help="of mute: it does not apply while more than N are open",
         )  # fmt: skip
         parser.add_argument(
@@ -244,19 +243,17 @@ class Command(DatabaseCommand):
             help="buried at least this long ago: 30m, 12h, 7d",
         )
         parser.add_argument(
-            "--operation", type=_count, metavar="N",
+            "--operation", type=whole_number, metavar="N",
             help="the last bulk operation that changed them",
         )  # fmt: skip
         parser.add_argument(
             "--search", type=not_blank, help="message id, correlation id or key"
         )
-        parser.add_argument(
-            "--limit", type=_count, help="of list and groups (default: 50)"
-        )
+        add_limit(parser, None, help="of list and groups (default: 50)")
         parser.add_argument("--why", default="", help="kept with the bulk operation")
         parser.add_argument("--rate", type=float, help="messages a second at most")
         parser.add_argument(
-            "--tolerate", type=_count, metavar="N",
+            "--tolerate", type=whole_number, metavar="N",
             help="of --one-first: stop when more than N have died again (default: 0)",
         )  # fmt: skip
         parser.add_argument(
@@ -477,9 +474,3 @@ def _require_use(action: str, options: dict[str, Any]) -> None:
         given = options[name]
         if given is not None and given is not False and given != [] and not used:
             raise CommandError(what)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
