@@ -25,7 +25,7 @@ from ..models.fields import Holds
 from ..models.monitoring import Deed
 from ..monitoring import pausing
 from ..rules.inbox import NEEDS_NEWER_CODE
-from .terminal import chosen_database, not_blank, record
+from .terminal import chosen_database, not_blank, record, require_home
 
 MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
 
@@ -197,14 +197,17 @@ class Contracts(BaseCommand):
             stage = options["stage"] or ""
             if stage and not pausing.is_known(stage, using):
                 raise CommandError(f"There is no stage {stage!r} here.")
+            rows = InboxMessage.objects.using(using).filter(Holds(NEEDS_NEWER_CODE))
+            rows = rows.filter(stage=stage) if stage else rows
+            if not rows.exists():
+                require_home(stage, using)
             # First: it is done in many transactions, each of which may be the last.
             of = f"stage {stage}" if stage else "all stages"
             said = f"Bury messages of {of} that need newer code."
             record(using, Deed.BURY, said, count=None)
             buried = bury_unread(using, stage)
             self.stdout.write(f"Buried {buried} messages that need newer code.")
-            rows = InboxMessage.objects.using(using).filter(Holds(NEEDS_NEWER_CODE))
-            if left := (rows.filter(stage=stage) if stage else rows).count():
+            if left := rows.count():
                 self.stdout.write(
                     f"Left: {left}, in work or behind the message before them in their "
                     f"key. Run it again later."

@@ -22,7 +22,9 @@ from ..envelope.stage_options import UNITS
 from ..errors import TxmsgError
 from ..models import AuditEntry, BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
+from ..monitoring.databases import of_stage
 from ..runtime import database_health
+from ..stages import all_stages
 
 #: What to tell users whose project has no stage.
 SEARCHED = "Stages are searched in each app's module named stages (APP/stages.py)."
@@ -156,6 +158,18 @@ def chosen_database(options: Mapping[str, Any], model: type[Model]) -> str:
         using = router.db_for_write(model)
     require_tables(using)
     return using
+
+
+def require_home(stage: str, using: str) -> None:
+    """Raise CommandError if the stage is declared here with another database, so that
+    its rows are not taken for missing."""
+    for one in all_stages():
+        home = of_stage(one) if one.name == stage else None
+        if home not in (None, using):
+            raise CommandError(
+                f"Stage {stage!r} keeps its rows in database {home!r}: "
+                f"--database {home}"
+            )
 
 
 # Texts, numbers and ages in the options of commands.

@@ -32,6 +32,7 @@ from django_txmsg.scheduling.time_loop import keeping_time
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import Stage, TransactionDefinition
+from tests.factories import DeadLetterFactory
 from tests.faults import ManageProcess, wait_until
 from tests.integration.test_stop_message import consuming
 from tests.running import committing, declared, drained, put, running, step, txmsg
@@ -256,6 +257,29 @@ with transaction.atomic(using="shop"):
 for command in ("relay", "consume") * 3:
     call_command(command, once=True, verbosity=0)
 """
+
+
+def test_commands_name_the_database_of_a_stages_dead_letters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with declared(refuses, using="other") as stage:
+        of_it = ("--stage", stage.name)
+        for action in ("list", "discard", "redeliver"):
+            with pytest.raises(CommandError, match="--database other"):
+                call_command("dead_letters", action, *of_it)
+        bury = ("txmsg", "contracts", "bury", *of_it)
+        with pytest.raises(CommandError, match="--database other"):
+            call_command(*bury)
+        call_command(*bury, "--database", "other")
+        call_command("dead_letters", "list", *of_it, "--database", "other")
+        DeadLetterFactory.build(stage=stage.name).save(using="other")
+        capsys.readouterr()
+        for action in ("list", "groups"):
+            call_command("dead_letters", action)
+            said = capsys.readouterr().out.splitlines()
+            assert said[-1] == "1 open elsewhere: --database other"
+            call_command("dead_letters", action, "--reason", "expired")
+            assert "elsewhere" not in capsys.readouterr().out
 
 
 DRAINED = """

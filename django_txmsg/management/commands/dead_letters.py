@@ -11,9 +11,11 @@ import base64
 import json
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from django.core.management.base import CommandError, OutputWrapper
+from django.db import Error as AnyDatabaseError
 from django.db import transaction
 from django.db.models import Count, Max, Min, QuerySet
 
@@ -25,7 +27,7 @@ from ...models.bulk_operation import BulkKind, BulkState
 from ...models.dead_letter import Resolution
 from ...models.fields import clock, local
 from ...models.monitoring import Deed
-from ...monitoring import dead, turns
+from ...monitoring import databases, dead, turns
 from ...rules.dead_letters import GONE_ON
 from ...stages import all_stages
 from ..terminal import (
@@ -38,6 +40,7 @@ from ..terminal import (
     printable_lines,
     read_age,
     record,
+    require_home,
     whole_number,
 )
 
@@ -100,6 +103,14 @@ class Report:
             )
         if not groups:
             self._out.write("0 open dead letters.")
+
+    def elsewhere(self, filters: dict[str, Any], using: str) -> None:
+        """Print which other databases have open dead letters that match a filter."""
+        for alias in databases.with_tables():
+            with suppress(AnyDatabaseError):  # not migrated, or away
+                rows = selection.matching("redeliver", filters, using=alias)
+                if alias != using and (count := rows.count()):
+                    self._out.write(f"{count} open elsewhere: --database {alias}")
 
     def shown(self, letters: Iterable[DeadLetter]) -> None:
         """Print all data of the dead letters, one value per line. With `--json`, print
@@ -273,6 +284,8 @@ class Command(DatabaseCommand):
             opened = selection.matching("redeliver", filters, using=using)
             show = report.letters if action == "list" else report.groups
             show(opened, 50 if options["limit"] is None else options["limit"])
+            if not (options["json"] or options["database"] or options["ids"]):
+                report.elsewhere(filters, using)
         elif action == "show":
             if not options["ids"]:
                 raise CommandError("Which one? Give its id or its message's id.")
@@ -311,8 +324,11 @@ class Command(DatabaseCommand):
         """Raise CommandError for an unknown stage, so that a misspelt name does not
         look like a stage without dead letters."""
         letters = DeadLetter.objects.using(using)
+        if letters.filter(stage=name).exists():
+            return
+        require_home(name, using)
         known = {one.name for one in all_stages()}
-        if name in known or letters.filter(stage=name).exists():
+        if name in known:
             return
         opened = letters.filter(resolution=Resolution.OPEN).exclude(stage="")
         known |= set(opened.order_by().values_list("stage", flat=True).distinct()[:50])
