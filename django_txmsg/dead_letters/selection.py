@@ -91,6 +91,37 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
     return letters
 
 
+def left(
+    action: str,
+    letters: QuerySet[DeadLetter],
+    filters: Mapping[str, Any],
+    given: list[str],
+) -> list[str]:
+    """Return the chosen dead letters that the action leaves, with their states. Do not
+    return others of a message, chosen by its id, of which one is changed."""
+    if not given:
+        return []
+    messages = [one for one in given if not one.isdecimal()]
+    rows = filtered({"ids": filters["ids"]}, using=letters.db)
+    rows = rows.exclude(pk__in=letters.values("pk")).exclude(
+        message_id__in=letters.filter(message_id__in=messages).values("message_id")
+    )
+    wanted = Resolution.DISCARDED if action == "restore" else Resolution.OPEN
+    found = []
+    for pk, state, by in rows.order_by("pk").values_list(
+        "pk", "resolution", "resolved_by"
+    ):
+        more = ""
+        if by == rules.GONE_ON:
+            more = " (its flow has gone on)"
+        elif action == "redeliver" and state == Resolution.DISCARDED:
+            more = " (restore it first)"
+        elif state == wanted:
+            more = " (other options exclude it)"
+        found.append(f"{pk} is {state}{more}")
+    return found
+
+
 def filter_text(filters: Mapping[str, Any]) -> str:
     """Return a filter as text for people, without the service that is stored with
     it."""

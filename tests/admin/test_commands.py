@@ -180,6 +180,31 @@ def test_action_that_does_not_apply_to_the_chosen_letters_says_why(
     assert not BulkOperation.objects.exists()
 
 
+def test_chosen_letters_that_are_left_are_named() -> None:
+    mail, order = (factories.DeadLetterFactory(stage=one) for one in ("mail", "order"))
+    gone = factories.DeadLetterFactory(stage="mail", discarded=True)
+    chosen = [str(one.pk) for one in (mail, order, gone)]
+    said = (
+        f"Not redelivered: {order.pk} is open (other options exclude it), "
+        f"{gone.pk} is discarded (restore it first)."
+    )
+    with pytest.raises(CommandError) as refused:
+        run("dead_letters", "redeliver", *chosen, "--stage", "mail")
+    assert str(refused.value) == said
+    mail.refresh_from_db()
+    assert mail.resolution == "redelivered"
+
+
+def test_a_message_s_resolved_letter_is_not_named_beside_its_open_one() -> None:
+    letter = factories.DeadLetterFactory()
+    factories.DeadLetterFactory(
+        message_id=letter.message_id, stage="mail.send", discarded=True
+    )
+    run("dead_letters", "discard", str(letter.message_id))
+    letter.refresh_from_db()
+    assert letter.resolution == "discarded"
+
+
 def test_audit_of_a_command_describes_its_filter_in_words() -> None:
     letter = factories.DeadLetterFactory()
     run("dead_letters", "discard", str(letter.pk), "--stage", letter.stage)
@@ -253,9 +278,11 @@ def test_skipped_letters_are_reported_and_force_includes_them() -> None:
     letter = factories.DeadLetterFactory()
     factories.InboxMessageFactory(message_id=letter.message_id)
 
-    text = run("dead_letters", "redeliver", str(letter.pk))
-    assert "Redelivered 0 messages. 1 skipped:" in text
-    assert "has processed message" in text
+    out = io.StringIO()
+    with pytest.raises(CommandError, match=r"^Not redelivered: 1 skipped\.$"):
+        call_command("dead_letters", "redeliver", str(letter.pk), stdout=out)
+    assert "Redelivered 0 messages. 1 skipped:" in out.getvalue()
+    assert "has processed message" in out.getvalue()
     assert "Redelivered 1 message." in run(
         "dead_letters", "redeliver", str(letter.pk), "--force"
     )
@@ -276,8 +303,11 @@ def test_an_undo_in_doubt_of_an_unknown_stage_is_discarded_with_force_only() -> 
         reason="undo_in_doubt", stage="gone", headers={wire.UNDOES: str(undone)}
     )
 
-    out = run("dead_letters", "discard", str(letter.pk))
-    assert "if the stage is gone, with `dead_letters discard --force`" in out
+    out = io.StringIO()
+    with pytest.raises(CommandError, match="Not discarded: 1 skipped"):
+        call_command("dead_letters", "discard", str(letter.pk), stdout=out)
+    said = "if the stage is gone, with `dead_letters discard --force`"
+    assert said in out.getvalue()
     run("dead_letters", "discard", str(letter.pk), "--force")
 
     letter.refresh_from_db()

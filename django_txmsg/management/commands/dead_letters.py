@@ -17,18 +17,17 @@ from typing import Any
 from django.core.management.base import CommandError, OutputWrapper
 from django.db import Error as AnyDatabaseError
 from django.db import transaction
-from django.db.models import Count, Max, Min, QuerySet
+from django.db.models import Count, Max, Min
 
 from ... import conf, wire
 from ...dead_letters import bulk, masking, selection
 from ...dead_letters.selection import Shown
 from ...models import BulkOperation, DeadLetter, FailureNote
-from ...models.bulk_operation import BulkKind, BulkState
+from ...models.bulk_operation import PAST, BulkKind, BulkState
 from ...models.dead_letter import Resolution
 from ...models.fields import clock, local
 from ...models.monitoring import Deed
 from ...monitoring import databases, dead, turns
-from ...rules.dead_letters import GONE_ON
 from ...stages import all_stages
 from ..terminal import (
     DatabaseCommand,
@@ -390,8 +389,9 @@ class Command(DatabaseCommand):
         report: Report,
     ) -> None:
         letters = selection.matching(action, filters, using=using)
-        if options["ids"] and options["shown"] is None and not letters.exists():
-            _refuse(action, selection.filtered(filters, using=using))
+        left = selection.left(action, letters, filters, options["ids"])
+        if left and options["shown"] is None and not letters.exists():
+            raise CommandError(f"Nothing to {action}: {', '.join(left)}.")
         if action != "restore" and not options["json"]:
             facts = selection.summary(letters)
             if action == "discard" and facts.in_doubt:
@@ -447,6 +447,9 @@ class Command(DatabaseCommand):
             )
         if operation.state != BulkState.DONE:
             raise CommandError(f"Bulk operation {operation.pk} is {operation.state}.")
+        left += [f"{operation.skipped} skipped"] * bool(operation.skipped)
+        if left:
+            raise CommandError(f"Not {PAST[action].lower()}: {', '.join(left)}.")
 
     def _progress(self, operation: BulkOperation) -> None:
         if not self.stderr.isatty():
@@ -455,22 +458,6 @@ class Command(DatabaseCommand):
         share = min(1.0, handled / operation.total) if operation.total else 1.0
         bar = "#" * round(share * 40)
         self.stderr.write(f"\r[{bar:<40}] {handled} of {operation.total}", ending="")
-
-
-def _refuse(action: str, letters: QuerySet[DeadLetter]) -> None:
-    """Raise CommandError, with the states of the chosen dead letters. Do nothing if
-    there are none: the command's other filters exclude them."""
-    found = []
-    rows = letters.order_by("pk").values_list("pk", "resolution", "resolved_by")
-    for pk, state, by in rows[:10]:
-        more = ""
-        if by == GONE_ON:
-            more = " (its flow has gone on)"
-        elif action == "redeliver" and state == Resolution.DISCARDED:
-            more = " (restore it first)"
-        found.append(f"{pk} is {state}{more}")
-    if found:
-        raise CommandError(f"Nothing to {action}: {', '.join(found)}.")
 
 
 def _require_use(action: str, options: dict[str, Any]) -> None:
