@@ -101,7 +101,8 @@ class GroupPages(Pages):
                     by=operator(request),
                     seen=request.POST.get("seen"),
                 )
-                muted = "Muted" if note.muted else "Noted on"
+                ends = known is not None and known.muted and not note.muted
+                muted = "Muted" if note.muted else "Unmuted" if ends else "Noted on"
                 if note.muted_until:
                     muted += f" until {note.muted_until:%Y-%m-%d %H:%M} UTC"
                 if note.muted_above is not None:

@@ -325,7 +325,7 @@ def test_a_muted_error_is_off_the_overview_and_the_alarms(
     assert (picture.dead, picture.muted) == (4, 0)
     assert [one.change_message for one in LogEntry.objects.order_by("pk")][::2] == [
         f"Muted failures {'a' * 16}: Until the gateway is back",
-        f"Noted on failures {'a' * 16}: It is back",
+        f"Unmuted failures {'a' * 16}: It is back",
     ]
 
 
