@@ -142,6 +142,8 @@ class Command(BaseCommand):
         if options["dry_run"]:
             self.stdout.write(f"{len(chosen)} to {action}.")
             return
+        if not (chosen or options["runs"]):
+            raise CommandError("No run matches.")
         missing = set(options["runs"]) - {run.run_id for run in chosen}
         left = [f"No run {run_id} matches." for run_id in missing]
         for number, run in enumerate(chosen):

@@ -406,6 +406,8 @@ def test_acts_on_many_runs_need_a_choice_and_are_rated() -> None:
     for rate in ("nan", "0"):
         with pytest.raises(CommandError, match="greater than zero"):
             command("cancel", "--flow", "acts.trip", "--rate", rate)
+    with pytest.raises(CommandError, match="No run matches"):
+        command("cancel", "--flow", "acts.tirp")
     assert audit() == []
 
     command("go-back", "--step", "approved", "--to", "paid", "--rate", "50")
