@@ -355,7 +355,7 @@ def _abandoned(status: Status) -> Iterator[Alarm]:
             f"{capped(waiting.count)} so far. If the stage is gone for good: manage.py "
             f"subscriptions remove {one.topic} {one.subscriber}{named}.",
             tone="warn", table="outboxmessage", query="#queues",
-            about=f"{one.topic} {one.subscriber}",
+            about=labelled(f"{one.topic} {one.subscriber}", one.database),
         )  # fmt: skip
 
 

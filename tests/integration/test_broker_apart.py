@@ -93,6 +93,18 @@ def test_an_abandoned_subscription_is_reported_with_its_messages() -> None:
     assert "remove topic:paid tests.gone --broker apart." in str(alarm)
 
 
+def test_abandoned_subscriptions_of_two_brokers_are_two_alerts() -> None:
+    with txmsg():
+        for using in ("default", "other"):
+            QueueSubscription.objects.using(using).create(
+                topic="topic:paid", subscriber="tests.gone"
+            )
+        found = [one.about for one in alarms.of(status.read())]
+
+    assert found.count("topic:paid tests.gone") == 1
+    assert "topic:paid tests.gone in other" in found
+
+
 def test_the_database_of_the_queues_does_not_answer() -> None:
     def refuse(*arguments: Any) -> Any:
         raise OperationalError("refused")
