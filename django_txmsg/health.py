@@ -39,7 +39,7 @@ from .monitoring import (
     waiting,
 )
 from .monitoring.probe import probe
-from .monitoring.status import held_queues
+from .monitoring.status import held_queues, own_queues
 from .monitoring.waiting import DEPLOYED, OVERDUE
 from .stages import all_stages
 
@@ -155,7 +155,8 @@ def look(*aliases: str) -> Health:
     more = () if aliases else databases.with_only_queues()
     for using in [*in_use, *more]:
         try:
-            oldest = {"queue": _age(now, waiting.in_queues(using, held, most=0))}
+            own = None if using in in_use else own_queues()
+            oldest = {"queue": _age(now, waiting.in_queues(using, held, own, most=0))}
             if using in in_use:
                 oldest |= _oldest(using, now, paused, presence.running_long(present))
                 _count(found, using, now, paused)

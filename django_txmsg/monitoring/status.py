@@ -336,7 +336,8 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
 
 def _read_queues(status: Status, using: str, paused: Collection[str]) -> None:
     """Add the queues and subscriptions in one database to `status`."""
-    for waiting in in_queues(using, held_queues(paused)):
+    own = own_queues() if using in status.with_only_queues else None
+    for waiting in in_queues(using, held_queues(paused), own):
         status.queues[labelled(waiting.name, using)] = waiting
     status.subscriptions += subscriptions.read(using, status.attendance.living)
 
@@ -365,6 +366,13 @@ def consumers_of_queues() -> dict[str, list[str]]:
         queue = queue_name(one.destination, one.subscriber)
         found.setdefault(queue, []).append(one.name)
     return found
+
+
+def own_queues() -> set[str]:
+    """Return the queues that this service consumes. In a database with only queues, the
+    service does not judge other queues: it does not know which of their stages are
+    paused, and the services that consume them report what is overdue."""
+    return {*consumers_of_queues(), wire.control_destination(conf.get().SERVICE)}
 
 
 def held_queues(paused: Collection[str]) -> set[str]:

@@ -147,11 +147,16 @@ def in_inbox(
 
 
 def in_queues(
-    using: str, held: Collection[str] = (), *, most: int | None = None
+    using: str,
+    held: Collection[str] = (),
+    own: Collection[str] | None = None,
+    *,
+    most: int | None = None,
 ) -> list[Waiting]:
     """Return the messages in the embedded broker, by queue. `held` are the queues whose
-    stages are all paused. Their messages never count as due."""
-    return _by_place(
+    stages are all paused. Their messages never count as due, and neither do messages in
+    other queues than `own`, if given."""
+    found = _by_place(
         using,
         "django_txmsg_queuemessage",
         ("queue",),
@@ -162,6 +167,10 @@ def in_queues(
         most=most,
         held=held,
     )
+    for one in found:
+        if own is not None and one.name not in own:
+            one.due, one.overdue, one.oldest_due = 0, 0, None
+    return found
 
 
 def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:

@@ -21,7 +21,7 @@ from django_txmsg.models.queue import queue_name
 from django_txmsg.monitoring import alarms, databases, status
 from django_txmsg.monitoring.retention import Pruner
 from tests import factories
-from tests.running import committing, txmsg
+from tests.running import committing, declared, txmsg
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -43,10 +43,10 @@ def reported() -> tuple[dict[str, Any], int]:
     return json.loads(out.getvalue()), code
 
 
-def samples(name: str) -> dict[str, float]:
-    """Return the values of a metric by database."""
+def samples(name: str, by: str = "database") -> dict[str, float]:
+    """Return the values of a metric by one of its labels."""
     return {
-        sample.labels["database"]: sample.value
+        sample.labels[by]: sample.value
         for family in Collector().collect()
         for sample in family.samples
         if sample.name == f"txmsg_{name}"
@@ -60,24 +60,56 @@ def test_every_report_counts_the_queues_and_only_them(admin_client: Client) -> N
             queue="mails.confirm",
             available_at=factories.ago(minutes=minutes),
         )
-    # The database may be another service's, which watches its own rows.
+    # The database may be another service's, which watches its own rows, and its own
+    # queues: their stages may be paused there.
+    put(
+        factories.QueueMessageFactory,
+        queue="reports.make",
+        available_at=factories.ago(minutes=99),
+    )
     put(factories.OutboxMessageFactory, created_at=factories.ago(hours=1))
     put(factories.DeadLetterFactory)
 
-    with txmsg(BROKERS=APART):
+    with txmsg(BROKERS=APART), declared(print, "mails.confirm"):
         facts, code = reported()
         found = health.look()
         page = admin_client.get("/admin/django_txmsg/").content.decode()
-        waiting = samples("queue_waiting")
+        waiting = samples("queue_waiting", by="destination")
 
     assert (facts["queued"]["overdue"], code) == (2, 1)
-    assert facts["queues"].keys() == {"mails.confirm in other"}
+    counts = {name: one["count"] for name, one in facts["queues"].items()}
+    assert counts == {"mails.confirm in other": 2, "reports.make in other": 1}
     assert facts["databases"] == ["default", "other"]
     assert (facts["outbox"]["count"], facts["dead"]["count"]) == (0, 0)
     assert (found.state, found.oldest["outbox"].seconds) == ("stuck", 0)
     assert found.databases["other"] == found.oldest["queue"]
+    assert found.oldest["queue"].seconds // 60 == 45
     assert "mails.confirm in other" in page
-    assert waiting == {"other": 2}
+    assert waiting == {"mails.confirm": 2, "reports.make": 1}
+
+
+def test_overdue_messages_of_other_services_are_not_reported() -> None:
+    for queue in ("reports.make", "mailing.txmsg.control"):
+        put(
+            factories.QueueMessageFactory,
+            queue=queue,
+            available_at=factories.ago(minutes=99),
+        )
+
+    with txmsg(BROKERS=APART):
+        others = reported(), health.look().state
+        put(
+            factories.QueueMessageFactory,
+            queue="tests.txmsg.control",
+            available_at=factories.ago(minutes=99),
+        )
+        own = reported(), health.look().state
+
+    (facts, code), state = others
+    assert (facts["queued"]["count"], facts["overdue"], code) == (2, 0, 0)
+    assert state == "ok"
+    (facts, code), state = own
+    assert (facts["overdue"], code, state) == (1, 1, "stuck")
 
 
 def test_an_abandoned_subscription_is_reported_with_its_messages() -> None:
