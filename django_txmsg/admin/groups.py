@@ -7,12 +7,12 @@ from __future__ import annotations
 import csv
 import datetime as dt
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from django.contrib import messages
 from django.db import router
-from django.db.models import Count, F, Max, QuerySet, TextField
+from django.db.models import Count, Exists, F, Max, OuterRef, Q, QuerySet, TextField
 from django.db.models.fields.json import KeyTextTransform
 from django.db.models.functions import Cast
 from django.http import (
@@ -27,8 +27,9 @@ from .. import conf, wire
 from ..dead_letters import masking, selection
 from ..dead_letters.selection import Shown, filter_text
 from ..errors import TxmsgError
-from ..models import DeadLetter, FailureNote
+from ..models import Attempt, DeadLetter, FailureNote
 from ..models.bulk_operation import BulkKind
+from ..models.dead_letter import Resolution
 from ..models.fields import MessageKey, clock
 from ..models.monitoring import Deed
 from ..monitoring import dead
@@ -202,9 +203,11 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     }
     letters: Any = DeadLetter.objects.using(using).defer("body")
     examples = letters.in_bulk([group["example"] for group in shown])
+    recent = {one["fingerprint"]: one for one in shown if one["first"] > now - NEW}
+    again = [error for error, one in recent.items() if one["deaths"] > 1]
+    new = recent.keys() - _repeated(using, again, now - NEW)
     for group in shown:
-        # A letter has the time of its last death: earlier ones are not known.
-        group["new"] = group["deaths"] == 1 and group["first"] > now - NEW
+        group["new"] = group["fingerprint"] in new
         note = group["note"] = notes.get(group["fingerprint"])
         # Even if more are open than the mute allows, so that a new note keeps it.
         group["has_mute"] = (
@@ -216,6 +219,25 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
         group["task"] = display.task(letter) if letter else ""
         group["error"] = (letter.exception or letter.reason) if letter else ""
     return ordered
+
+
+def _repeated(using: str, among: Collection[str], since: dt.datetime) -> set[str]:
+    """Return the errors whose dead letters may have died of the same error before.
+
+    A dead letter has only the time of its last death. If a message died again, its
+    attempts tell: the error is new if an earlier one was another error, and none before
+    `since` was the same error."""
+    of = Attempt.objects.using(using).filter(
+        message_id=OuterRef("message_id"), stage=OuterRef("stage")
+    )
+    same = Q(fingerprint=OuterRef("fingerprint"))
+    letters = DeadLetter.objects.using(using).filter(
+        ~Exists(of.exclude(same)) | Exists(of.filter(same, failed_at__lte=since)),
+        resolution=Resolution.OPEN,
+        deaths__gt=1,
+        fingerprint__in=among,
+    )
+    return set(letters.order_by().values_list("fingerprint", flat=True).distinct())
 
 
 def _affected(letters: QuerySet[DeadLetter]) -> list[dict[str, Any]]:

@@ -75,6 +75,33 @@ def test_an_error_is_not_new_when_a_message_dies_again(operator: Client) -> None
     assert (">failed again<" in page, ">new<" in page) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("errors", "new"),
+    [
+        # What failed how many minutes ago, and "b" is what it died of just now.
+        ({500: "a", 1: "b"}, True),
+        ({30: "a", 1: "b"}, True),
+        ({500: "b", 490: "a", 1: "b"}, False),
+        ({500: "b", 1: "b"}, False),
+    ],
+)
+def test_an_error_is_new_if_messages_that_died_again_had_another_one(
+    operator: Client, errors: dict[int, str], new: bool
+) -> None:
+    letter = factories.DeadLetterFactory(deaths=2, fingerprint="b")
+    factories.DeadLetterFactory(fingerprint="b")
+    for minutes, fingerprint in errors.items():
+        factories.AttemptFactory(
+            message_id=letter.message_id,
+            fingerprint=fingerprint,
+            failed_at=factories.ago(minutes=minutes),
+        )
+
+    (group,) = operator.get(URL).context["groups"]
+
+    assert group["new"] == new
+
+
 def test_the_filter_by_error_says_which(operator: Client) -> None:
     for number in range(2):
         factories.DeadLetterFactory(
