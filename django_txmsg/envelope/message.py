@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -109,7 +109,12 @@ class Message:
     def __reduce__(self) -> Any:
         values = {name: getattr(self, name) for name in self.__slots__}
         values["headers"] = dict(self.headers)
-        return partial(Message, **values), ()
+        # As an argument, so that a deep copy has a body of its own.
+        return _rebuild, (values,)
+
+
+def _rebuild(values: dict[str, Any]) -> Message:
+    return Message(**values)
 
 
 def check_destination(destination: object) -> str:

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import pickle
 import uuid
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -40,8 +41,10 @@ def test_its_repr_tells_no_secrets() -> None:
 @pytest.mark.parametrize(
     "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )
-def test_it_can_be_copied_and_pickled(again: object) -> None:
-    assert again(MESSAGE) == MESSAGE  # type: ignore[operator]
+def test_it_can_be_copied_and_pickled(again: Callable[[Message], Message]) -> None:
+    copied = again(MESSAGE)
+    assert copied == MESSAGE
+    assert copied.body is not MESSAGE.body
 
 
 def test_an_attempt_is_a_copy_with_the_same_id() -> None:
