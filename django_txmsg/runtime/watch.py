@@ -67,8 +67,13 @@ class Watch(Generic[Watched]):
             self.watched.discard(one)
 
     def _run(self) -> None:
-        while (due := self._wait()) is not None:
+        while True:
+            due = self._wait()
+            if due is None:
+                return
             self._act(due)
+            # Otherwise, the objects would be kept alive until the next are due.
+            del due
 
     def _wait(self) -> list[Watched] | None:
         """Return the objects that are due, or None if the thread must end."""

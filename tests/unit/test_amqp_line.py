@@ -6,13 +6,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from django_txmsg.brokers.amqp import frames, session
-from django_txmsg.brokers.amqp.link import Transport
+from django_txmsg.brokers.amqp.link import Link, Transport
 from django_txmsg.brokers.amqp.options import Options
 from tests.faults import wait_until
 
@@ -98,19 +100,18 @@ def test_a_heartbeat_never_blocks_and_is_written_whole(
     assert beats == frames.HEARTBEAT * (len(beats) // len(frames.HEARTBEAT))
 
 
+class Beating:
+    """A connection with only the attributes that the heartbeat thread uses."""
+
+    def __init__(self, transport: Transport, heartbeat: float = 0.1) -> None:
+        self.transport, self.heartbeat, self.due = transport, heartbeat, 0.0
+        self.owned = threading.RLock()
+
+    def beat(self) -> None:
+        Link.beat(self)  # type: ignore[arg-type]
+
+
 def test_a_blocked_connection_delays_no_other_heartbeat(line: Line) -> None:
-    class Beating:
-        """A connection with only the attributes that the heartbeat thread uses."""
-
-        def __init__(self, transport: Transport) -> None:
-            self.transport, self.heartbeat, self.due = transport, 0.1, 0.0
-            self.owned = threading.RLock()
-
-        def beat(self) -> None:
-            from django_txmsg.brokers.amqp.link import Link
-
-            Link.beat(self)  # type: ignore[arg-type]
-
     other = Line(send_timeout=30.0)
     line.transport._options = Options(send_timeout=30.0)
     while not line.transport._unsent:
@@ -127,3 +128,12 @@ def test_a_blocked_connection_delays_no_other_heartbeat(line: Line) -> None:
     finally:
         other.transport.close()
         other.far.close()
+
+
+def test_a_connection_that_is_dropped_unclosed_is_not_kept_alive(line: Line) -> None:
+    link: Any = Beating(line.transport, heartbeat=400)
+    session._heart().add(link)
+    wait_until(partial(getattr, link, "due"))  # the thread has looked at it, and waits
+    kept = weakref.ref(link)
+    del link
+    wait_until(lambda: kept() is None)
