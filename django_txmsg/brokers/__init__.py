@@ -99,7 +99,7 @@ def of_entry(alias: str, entry: Mapping[str, Any]) -> Broker:
         return make_broker(alias, url)
     try:
         found = import_string(path)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"The BACKEND of broker {alias!r}, {path!r}, cannot be imported: {error}"
         ) from error

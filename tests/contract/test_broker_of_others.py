@@ -100,6 +100,8 @@ def test_messages_stay_in_the_outbox_while_the_broker_is_down(destination: str) 
         ("tests.redis_broker.Nobody", "cannot be imported"),
         ("tests.redis_broker.RedisSession", "is not a subclass"),
         ("RedisBroker", "cannot be imported"),
+        (".RedisBroker", "cannot be imported"),
+        ("..RedisBroker", "cannot be imported"),
     ],
 )
 def test_invalid_backend_is_named(path: str, why: str) -> None:
