@@ -225,9 +225,11 @@ def _overtaking(batch: list[DeadLetter], using: str) -> dict[int, str]:
         if (after := wire.after(one.headers))
     ]
     for (before, at), one in sorted(unread, key=lambda pair: pair[0][1]):
+        if (before, one.stage) in going:
+            continue
         row = order.filter(message_id=before, stage=one.stage)
-        passed = order.has_come(Turn(one.stage, "", False, before, at))
-        if (before, one.stage) not in going and row.exists() and not passed:
+        turn = Turn(one.stage, "", False, before, at)
+        if row.exists() and not order.has_come(turn):
             found[one.pk] = f"first resolve the message before it in its key, {before}"
             going.discard((one.message_id, one.stage))
     return found
