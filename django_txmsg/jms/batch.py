@@ -208,7 +208,7 @@ def _with_receipts(
     receipts = Receipts(outcomes, len(part))
     entries = []
     for index, one in part:
-        what = f"message {one.message_id}"
+        what = f"message {one.provided.message_id}"
         entry = _OfMany(what, timeout, receipts, index)
         entry.receipt = link.ledger.new_receipt()
         entries.append((one.frame(entry.receipt), entry))

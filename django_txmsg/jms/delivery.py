@@ -58,14 +58,13 @@ class Encoded:
     """An encoded SEND frame without a receipt header, and the values that are set on
     its message when it is sent."""
 
-    __slots__ = ("body", "head", "message_id", "provided", "size")
+    __slots__ = ("body", "head", "provided", "size")
 
     def __init__(self, head: bytes, body: bytes, provided: Provided) -> None:
         """``head``: the header lines, without the length of the body."""
         self.head = head
         self.body = body
         self.provided = provided
-        self.message_id = provided.message_id
         self.size = len(head) + len(body) + 64
 
     def frame(self, receipt: bytes = b"", transaction: str = "") -> bytes:

@@ -69,7 +69,7 @@ class MessageProducer(Closing):
         """
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
-        what = f"message {encoded.message_id}"
+        what = f"message {encoded.provided.message_id}"
         for_room, for_receipt = self._timeouts(timeout)
         if session.transacted:
             self._send_in_transaction(message, encoded, what, for_room)
@@ -138,7 +138,7 @@ class MessageProducer(Closing):
     ) -> AsyncSend:
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
-        what = f"message {encoded.message_id}"
+        what = f"message {encoded.provided.message_id}"
         for_room, for_receipt = self._timeouts(timeout)
         sends, size, scope = session.sends, encoded.size, (link, session, self)
         send = AsyncSend(what, for_receipt, sends, message, listener, size, scope)

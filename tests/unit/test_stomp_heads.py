@@ -59,7 +59,7 @@ def frame(session: StompSession, item: Any) -> Any:
             )
     except jms.MessagingError as error:
         return type(error), str(error)
-    return item.frame(transaction="tx-1"), item.message_id
+    return item.frame(transaction="tx-1"), item.provided.message_id
 
 
 def same(session: StompSession, *batch: Outgoing) -> int:
