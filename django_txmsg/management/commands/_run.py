@@ -44,10 +44,11 @@ _FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
 
 
 class Reloader(Supervisor):
-    """The parent process of `--reload`. It restarts its child when a file changes.
+    """The parent process of `--reload`. It restarts its child when a file changes. A
+    child that does not end in time is then killed.
 
-    SIGTERM ends the child; if it does not end in time, it is killed. A child that has
-    ended by itself is started again after the next change.
+    After SIGTERM, the child may finish its messages, however long that takes. A child
+    that has ended by itself is started again after the next change.
     """
 
     # Without SIGHUP: the processes end with their terminal.
