@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
+from tests.spark.log import Log
 from tests.spark.running import outcome, run
 
 NOW = dt.datetime.now(dt.timezone.utc)
@@ -85,14 +86,14 @@ def test_no_verdict_where_the_senders_outbox_is_pruned(spark, make_log) -> None:
 def test_no_verdict_where_the_receiver_has_pruned_all_rows(
     spark, make_log, vendor: str
 ) -> None:
-    """The retention of `payments` is shorter than that of `shop`. A third service has
-    received messages, but has processed none."""
+    """The retention of `payments` is shorter than that of `shop`, but not shorter than
+    a day. A third service has received messages, but has processed none."""
     shop, payments = make_log("sqlite"), make_log(vendor, "payments")
     mails = make_log(vendor, "mails")
     pruned, lost, open_one = ids(3)
     sent = {"created_at": NOW - 3 * DAY}
     shop.send(
-        [{"message_id": pruned, **sent},
+        [{"message_id": pruned, **sent}, {"created_at": NOW - DAY / 2},
          *({"message_id": one, "destination": "mails", **sent}
            for one in (lost, open_one))]
     )  # fmt: skip
@@ -106,8 +107,36 @@ def test_no_verdict_where_the_receiver_has_pruned_all_rows(
 
     facts = run(spec, *JUDGE)
 
-    counts = {"never_received": 1, "not_processed": 1}
+    counts = {"never_received": 2, "not_processed": 1}
     assert (facts["counts"], facts["not_judged"]) == (counts, 1)
+
+
+def test_a_database_without_rows_is_no_pruned_one_if_another_has_rows(
+    spark, make_log
+) -> None:
+    """`payments` has two databases. One of them is in use no more, and was pruned.
+    `mails` has never received a message, but its tests have emptied its tables."""
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    unused = replace(make_log("sqlite", "unused").spec, service="payments")
+    mails = make_log("sqlite", "mails")
+    seen, *lost = ids(3)
+    shop.send([{"message_id": one, "destination": at, "created_at": NOW - 3 * DAY}
+               for one, at in zip((seen, *lost), ("orders", "orders", "mails"),
+                                  strict=True)])  # fmt: skip
+    for log in (payments, Log(unused), mails):
+        log.receive([{"message_id": seen, "destination": "orders",
+                      "first_received_at": NOW - 3 * DAY}])  # fmt: skip
+    for log in (Log(unused), mails):
+        log.execute("DELETE FROM django_txmsg_inboxmessage")
+    mails.execute("UPDATE sqlite_sequence SET seq = 0")
+    stages = (Subscription("mails", "mails", "s"),)
+    services = (shop.spec, payments.spec, unused, mails.spec)
+    kept = {"outbox": 7, "inbox": 14}
+
+    facts = run(JobSpec(services, None, kept, stages), *JUDGE)
+
+    counts = {"ok": 1, "never_received": 2}
+    assert (facts["counts"], facts["not_judged"]) == (counts, 0)
 
 
 def test_a_pruned_sender_may_have_had_another_name(

@@ -44,7 +44,7 @@ _PRUNED = {
     "postgresql": "SELECT last_value > 0 AND NOT EXISTS (SELECT FROM {0} WHERE id = 1)"
     " FROM pg_sequences WHERE pg_get_serial_sequence('{0}', 'id') ="
     " format('%I.%I', schemaname, sequencename)",
-    "sqlite": "SELECT NOT EXISTS (SELECT 1 FROM {0} WHERE id = 1)"
+    "sqlite": "SELECT seq > 0 AND NOT EXISTS (SELECT 1 FROM {0} WHERE id = 1)"
     " FROM sqlite_sequence WHERE name = '{0}'",
 }
 
@@ -192,9 +192,8 @@ class WholeLog:
         this lake, or since the oldest ended row in the database, whichever is earlier.
         If the latter is the first row of all, none is missing. The first service, and a
         service without such rows, has at least the rows of the retention. But if rows
-        of the latter were deleted, its retention may be shorter, and its rows are
-        complete only from now on. Without a retention, all rows are kept, and the
-        result is empty."""
+        of the latter were deleted, its retention may be shorter: at most a day of it is
+        trusted. Without a retention, all rows are kept, and the result is empty."""
         described, kept = TABLES[table], self.spec.retention.get(table)
         if kept is None:
             return {}
@@ -205,23 +204,26 @@ class WholeLog:
             f" ORDER BY {end}, id LIMIT 1)"
         )
         archived = self._archived_from(table)
+        first = self.spec.service().service
         found: dict[str, dt.datetime] = {}
+        empty: dict[str, dt.datetime] = {}
         for live, source in zip(self.live, self.spec.services, strict=True):
             known = list(archived.get(live.service, ()))
             for batch in _read_live(described, struct, iter([(live, oldest)])):
                 known += [
                     EPOCH if one["id"] == 1 else one[end] for one in batch.to_pylist()
                 ]
-            first = live.service == self.spec.service().service
-            if not known and not first:
+            days, complete = kept, found if known else empty
+            if not known and live.service != first:
                 pruned = _PRUNED[source.vendor].format(described.relation)
                 with closing(connect_plain(source.reading())) as connection:
-                    known += [live.taken] if connection.value(pruned) else []
-            if first or not known:
-                known.append(live.taken - dt.timedelta(days=kept))
+                    days = min(1, kept) if connection.value(pruned) else kept
+            if not known or live.service == first:
+                known.append(live.taken - dt.timedelta(days=days))
             # Of several databases of a service, each may have lost rows.
-            found[live.service] = max(min(known), found.get(live.service, EPOCH))
-        return found
+            complete[live.service] = max(min(known), complete.get(live.service, EPOCH))
+        # A database without rows may be in use no more.
+        return empty | found
 
     def _archived_from(self, table: str) -> dict[str, list[dt.datetime]]:
         """Return when the oldest ended row of each service's first batch ended. If that
