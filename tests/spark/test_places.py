@@ -65,6 +65,13 @@ def test_a_stage_that_was_renamed_before_any_run_hands_its_messages_over() -> No
     }  # fmt: skip
 
 
+def test_a_stage_begins_after_the_former_one_has_received_its_last_message() -> None:
+    """That message was sent with a delay."""
+    assert who([], [heard("b/old", 0, 70, sent=50)], declared("new")) == {
+        "b/old": (at(0), at(50) + TICK), "b/new": (at(70), None),
+    }  # fmt: skip
+
+
 def test_a_stage_that_was_renamed_since_ends_where_the_new_one_begins() -> None:
     known = [Listener(TOPIC, "b/old", EVER)]
     found = [heard("b/old", 0, 50), heard("b/new", 60, 90)]
@@ -126,7 +133,12 @@ def test_listener_retired_by_hand_comes_back_with_a_later_message() -> None:
         found = [heard("c/s", 0, 200, sent)]
         assert who(known, found, declared()) == {"c/s": (at(0), at(10))}
 
-    run = listeners(known, [heard("c/s", 0, 200, sent=90)], declared(), NOW)
+    found = [heard("c/s", 0, 200, sent=90)]
+    # Perhaps it was retired days later, with an earlier time.
+    long_after = at(90) + dt.timedelta(days=3)
+    assert listeners(known, found, declared(), long_after).fresh == []
+
+    run = listeners(known, found, declared(), NOW)
 
     assert run.fresh == [Listener(TOPIC, "c/s", at(90))]
     assert run.expected == [Listener(TOPIC, "c/s", at(0), at(10)), *run.fresh]

@@ -33,6 +33,7 @@ from tests.spark.running import outcome, run
 UTC = dt.timezone.utc
 NOW = dt.datetime.now(UTC)
 HOUR, DAY = dt.timedelta(hours=1), dt.timedelta(days=1)
+SECOND = dt.timedelta(seconds=1)
 JUDGE = ("reconcile", "--grace", "0s")
 PARKED = {
     "created_at": NOW - 10 * DAY,
@@ -174,6 +175,25 @@ def test_since_judges_all_messages_if_there_are_too_many_findings(
     assert run(spec, *JUDGE)["counts"] == found
 
     assert run(spec, *JUDGE, "--since", "24h")["counts"] == found
+
+
+def test_a_delayed_message_of_a_renamed_stage_is_not_lost(spark, make_log) -> None:
+    log: Log = make_log("sqlite")
+    topic, [prompt, delayed] = "topic:orders.placed", ids(2)
+    stages = (Subscription(topic, "shop", "new"),)
+    sent, due, early = NOW - 30 * HOUR, NOW - 3 * HOUR, NOW - 40 * HOUR
+    log.send([{"message_id": prompt, "destination": topic, "created_at": early}])
+    log.send([{"message_id": delayed, "destination": topic, "created_at": sent,
+               "due_at": due, "dispatched_at": due}])  # fmt: skip
+    log.receive(
+        [{"message_id": one, "destination": topic, "stage": "old", "created_at": stored,
+          "first_received_at": received + SECOND}
+         for one, stored, received in ((prompt, early, early), (delayed, sent, due))]
+    )  # fmt: skip
+
+    facts = run(JobSpec((log.spec,), subscriptions=stages), *JUDGE)
+
+    assert facts["counts"] == {"ok": 2}
 
 
 def test_a_delayed_message_is_judged_when_it_was_due(spark, log: Log) -> None:

@@ -597,7 +597,7 @@ def test_places_tell_who_listens_and_how_long_messages_take(spark) -> None:
     found = places(arrivals(rows)).toArrow().to_pylist()
 
     assert {tuple(row.values()) for row in found} == {
-        ("topic:t", "b/s", "a", "b", at(1), at(3), at(3), 2, minute, minute),
+        ("topic:t", "b/s", "a", "b", at(1), at(9), at(3), 2, minute, minute),
         ("queue", None, "a", "b", at(0), at(0), at(0), 1, 9 * minute, 9 * minute),
     }
 

@@ -30,6 +30,9 @@ from .outcome import Outcome
 
 #: The beginning, for a stage that its service has declared since the first run.
 EVER = EPOCH
+#: What is older does not show that a stage listens again: an operator may have retired
+#: it later, with an earlier time.
+RECENT = dt.timedelta(days=3)
 
 
 @dataclass(frozen=True)
@@ -124,15 +127,15 @@ def listeners(
     A stage in the logs listens from its first message. A newly declared stage listens
     from now if an earlier run has recorded a listener of its service. If no run has,
     and the stage replaces another stage, it listens from the time when that other stage
-    stopped. If it replaces none, it listens from the beginning. A stage that is
-    declared again also listens from the time when the stage that it replaces stopped.
-    If it replaces none, it listens from now.
+    has stopped and received its last message. If it replaces none, it listens from the
+    beginning. A stage that is declared again also listens from the time when the stage
+    that it replaces has done so. If it replaces none, it listens from now.
 
     A stage that is no longer declared stops listening now, or when the stage that
     replaces it receives its first message. It stopped at its last message if no run has
     recorded it, or if the stage that replaces it has listened before. A stage that was
     retired by hand listens again from the last message that it received, if that one
-    was sent more than PROMPT after its end.
+    was sent more than PROMPT after its end, and is RECENT.
     """
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):
@@ -155,10 +158,10 @@ def listeners(
     ended: dict[_Pair, dt.datetime] = {}
     for pair in sorted(gone):
         ends = intervals.setdefault(pair, {})
-        last = max(received[pair]) + MICROSECOND if pair in received else EVER
+        last = max(received[pair][:2]) + MICROSECOND if pair in received else EVER
         heirs = [
             # The first message of a stage that comes back is older than its return.
-            EVER if one in intervals else received.get(one, (now, now))[0]
+            EVER if one in intervals else received.get(one, (now,))[0]
             for one in new
             if _same(one, pair)
         ]
@@ -172,17 +175,22 @@ def listeners(
     for pair in sorted(new):
         since = now
         if pair in intervals or _service(pair) not in noted:
-            before = [at for one, at in ended.items() if _same(one, pair)]
+            # What was sent to the former stage may have been due later.
+            before = [
+                max(at, *received.get(one, (at,)))
+                for one, at in ended.items()
+                if _same(one, pair)
+            ]
             since = max(before, default=now if pair in intervals else EVER)
         intervals.setdefault(pair, {})[since] = None
         fresh.append(Listener(*pair, since))
-    for pair, (first, last) in received.items():
+    for pair, (first, last, _) in received.items():
         ends = intervals.setdefault(pair, {first: None})
         earliest = min(ends)
         if first < earliest:
             ends[first] = ends.pop(earliest)
         until = [at for at in ends.values() if at is not None]
-        still = last - max(until, default=last) > PROMPT
+        still = last - max(until, default=last) > PROMPT and now - last < RECENT
         # Old code may run for a while after its service declared something else.
         if still and None not in ends.values() and pair not in gone:
             ends[last] = None
@@ -218,15 +226,23 @@ def _same(one: _Pair, other: _Pair) -> bool:
     return one[0] == other[0] and _service(one) == _service(other)
 
 
-def _received(found: Iterable[Place]) -> dict[_Pair, tuple[dt.datetime, dt.datetime]]:
+_Times = tuple[dt.datetime, dt.datetime, dt.datetime]
+
+
+def _received(found: Iterable[Place]) -> dict[_Pair, _Times]:
     """Return when each listener received its first message, and when its last message
-    was sent. The stage may no longer have listened when it received that message."""
-    received: dict[_Pair, tuple[dt.datetime, dt.datetime]] = {}
+    was sent and received. The stage may no longer have listened when it received that
+    message."""
+    received: dict[_Pair, _Times] = {}
     for place in found:
         if place.consumer:
             pair = (place.destination, place.consumer)
-            first, last = received.get(pair, (place.first_at, place.sent_at))
-            received[pair] = min(first, place.first_at), max(last, place.sent_at)
+            times = place.first_at, place.sent_at, place.last_at
+            first, sent, last = received.get(pair, times)
+            received[pair] = (
+                min(first, place.first_at), max(sent, place.sent_at),
+                max(last, place.last_at),
+            )  # fmt: skip
     return received
 
 

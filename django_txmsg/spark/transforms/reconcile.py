@@ -310,13 +310,14 @@ def places(steps: DataFrame) -> DataFrame:
     """Return one row for each combination of destination, sender and receiving service.
     For a topic, the combination includes the consumer. Each row has the times of the
     first and the last message, the time when the last one was sent, and the messages'
-    transit times."""
+    transit times. A topic's last message has the time of its receipt."""
     listener = sf.when(is_topic(sf.col("destination")), sf.col("consumer"))
     # If a message was received long after it was stored, its stage may have begun to
     # listen in between.
     waited = sf.col("received_at") > sf.col("begun_at") + sf.lit(PROMPT)
     heard_at = sf.when(listener.isNotNull() & waited, sf.col("received_at"))
     heard_at = sf.coalesce(heard_at, sf.col("begun_at"))
+    last_at = sf.when(listener.isNotNull(), sf.col("received_at"))
     # A copy was made where it was received.
     due = sf.when(sf.col("copied_at").isNull(), sf.col("due_at"))
     transit = sf.unix_micros("received_at") - sf.unix_micros(
@@ -332,7 +333,7 @@ def places(steps: DataFrame) -> DataFrame:
         )
         .agg(
             sf.min(heard_at).alias("first_at"),
-            sf.max(heard_at).alias("last_at"),
+            sf.max(sf.coalesce(last_at, "begun_at")).alias("last_at"),
             sf.max("begun_at").alias("sent_at"),
             sf.count(transit).alias("messages"),
             sf.min(transit).alias("least_us"),
