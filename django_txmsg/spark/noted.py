@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -170,21 +170,29 @@ class Noted:
         )
         return next(found, None)
 
-    def judged_until(self, reach: dt.timedelta) -> dt.datetime | None:
-        """Return the start of the last run of `reconcile` that left out no message: it
-        judged what was sent since `reach` before the start of an earlier such run. An
-        operator may have started others with a shorter `--since`. Of the first run in
-        the records, it is assumed."""
+    def judged_until(
+        self, services: Collection[str], young: dt.timedelta
+    ) -> dt.datetime | None:
+        """Return the instant up to which runs of `reconcile` have judged all messages
+        of these services. A run does not count if it has left out messages: if it had
+        fewer services, or a `--since` after the instant that earlier runs had reached.
+        The first run in the records is assumed to have left out none. A run of an early
+        release has judged up to `young` before its start."""
         with closing(connect_plain(self.source)) as connection:
             rows = connection.rows(
                 f"SELECT started_at, options {_ENDED}", self.source.service
             )
         until: dt.datetime | None = None
         for start, options in rows:
-            since = read_json(options).get("since")
+            ran = read_json(options)
+            if not {*services}.issubset(ran.get("services", services)):
+                continue
+            since = ran.get("since")
             begin = dt.datetime.fromisoformat(since) if since else None
-            if until is None or begin is None or begin <= until - reach:
-                until = read_instant(start)
+            if until is None or begin is None or begin <= until:
+                judged = ran.get("judged_until")
+                started = read_instant(start)
+                until = dt.datetime.fromisoformat(judged) if judged else started - young
         return until
 
     def _set(

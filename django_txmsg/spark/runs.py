@@ -283,6 +283,12 @@ def _select_the_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one.get(name) == other.get(name) for name in names)
 
 
+def describe(source: SourceSpec, run: Run) -> None:
+    """Record the options of a run again, after the job has added some."""
+    with closing(connect_plain(source)) as connection:
+        _describe(connection, uuid.UUID(run.id), run.options)
+
+
 def _describe(connection: Connection, key: Any, options: dict[str, Any]) -> None:
     connection.execute(
         f"UPDATE {_RUNS} SET options = %s WHERE id = %s",

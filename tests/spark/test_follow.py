@@ -553,8 +553,9 @@ def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> 
 
 def test_reconcile_covers_the_time_without_follow(log: Log, lake: LakeSpec) -> None:
     """`follow` was stopped for five days. Messages are stuck after two days, which is
-    longer than `--since`. A run that an operator starts with a shorter `--since` leaves
-    out messages of these days."""
+    longer than `--since`. A run that an operator starts with a shorter `--since`, or
+    with fewer services, leaves out messages of these days. So does a run on a replica
+    that lags behind."""
     day, now = timedelta(days=1), datetime.now(timezone.utc)
     spec = JobSpec((log.spec,), lake, stuck_after=2 * day.total_seconds())
     follower = Follower(spec, replace(NOW, since=day), None, threading.Event())
@@ -564,7 +565,7 @@ def test_reconcile_covers_the_time_without_follow(log: Log, lake: LakeSpec) -> N
         assert option == "--since"
         return datetime.now(timezone.utc) - datetime.fromisoformat(since)
 
-    def ran(ended: datetime, **options: str) -> None:
+    def ran(ended: datetime, **options: Any) -> None:
         log.insert(
             "django_txmsg_pipelinerun",
             [{"id": uuid.uuid4(), "job": "reconcile", "service": "shop",
@@ -577,8 +578,14 @@ def test_reconcile_covers_the_time_without_follow(log: Log, lake: LakeSpec) -> N
     assert 8 * day <= back() < 8.1 * day
     ran(now - 2 * day, since=str(now - 6 * day))
     assert 8 * day <= back() < 8.1 * day
-    ran(now - day, since=str(now - 8 * day))
-    assert 4 * day <= back() < 4.1 * day
+    ran(now - 2 * day, services=["payments"])
+    assert 8 * day <= back() < 8.1 * day
+    # At that time, messages were stuck after two hours.
+    ran(now - 2 * day, since=str(now - 8 * day), judged_until=str(now - 2.1 * day))
+    assert 3.1 * day <= back() < 3.2 * day
+    lagging = {"services": ["payments", "shop"], "judged_until": str(now - 4 * day)}
+    ran(now - day, since=str(now - 3.1 * day), **lagging)
+    assert 5 * day <= back() < 5.1 * day
 
 
 def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> None:

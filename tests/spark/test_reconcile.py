@@ -20,6 +20,7 @@ from django_txmsg.spark.jobs import reconcile
 from django_txmsg.spark.jobs.journeys import looked_at
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.noted import Noted
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec, Subscription
@@ -306,6 +307,21 @@ def test_since_judges_an_old_dead_letter_that_was_restored(spark, log: Log) -> N
     )
     since = (*JUDGE, "--since", "24h")
     assert run(spec, *since)["counts"] == {"dead": 1}
+
+
+def test_a_run_records_up_to_when_it_has_judged_which_services(spark, make_log) -> None:
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    both = JobSpec((shop.spec, payments.spec))
+    words = ("reconcile", "--stuck-after", "1h", "--grace")
+
+    def judged(*services: str) -> float:
+        until = Noted(shop.spec).judged_until(services, DAY)
+        return 0 if until is None else round((NOW - until) / HOUR)
+
+    run(both, *words, "9h")
+    assert (judged("shop", "payments"), judged("shop", "mails")) == (9, 0)
+    run(JobSpec((shop.spec,)), *words, "2h")
+    assert (judged("shop", "payments"), judged("shop")) == (9, 2)
 
 
 @pytest.mark.parametrize("with_lake", [True, False])

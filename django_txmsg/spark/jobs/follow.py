@@ -345,10 +345,11 @@ class Follower:
     def reconcile_words(self) -> list[str]:
         """Return the arguments of the next `reconcile`. It also judges the messages
         that were too young for the last run, and those of a time without any run."""
-        reach = self.options.since
-        reach += max(self.options.grace, stuck_after(self.spec))
-        now = dt.datetime.now(dt.timezone.utc)
-        begin = min(now, Noted(self.source).judged_until(reach) or now) - reach
+        young = max(self.options.grace, stuck_after(self.spec))
+        services = {one.service for one in self.spec.services}
+        until = dt.datetime.now(dt.timezone.utc) - young
+        judged = Noted(self.source).judged_until(services, young)
+        begin = min(until, judged or until) - self.options.since
         return ["--since", begin.isoformat(), *self.options.reconcile]
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:

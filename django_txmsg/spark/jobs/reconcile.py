@@ -26,8 +26,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.storagelevel import StorageLevel
 
 from ..lakefile import LakeFile
-from ..noted import MOST, Noted
-from ..runs import Run
+from ..noted import KEY, MOST, Noted
+from ..runs import Run, describe
 from ..schemas import TABLES
 from ..spec import JobSpec
 from ..tally import Line
@@ -288,6 +288,10 @@ def run_reconcile(
                 results.save_rows("subscriptions", EXPECTED, rows)
         if options.keep:
             Noted(spec.service()).keep(_worst(listed), run.started_at)
+            judged = min(by.horizon, by.stuck_before or by.horizon)
+            services = sorted({one.service for one in spec.services})
+            run.options |= {"services": services, "judged_until": judged.isoformat()}
+            describe(spec.service(), run)
         for one in (listed, outcomes):
             one.unpersist()
     run.rows = found.counts.total()
