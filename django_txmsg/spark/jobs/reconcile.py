@@ -312,12 +312,13 @@ def _judgement(
     findings. Rules that depend on the messages are added later."""
     since, standing = options.since, list[tuple[str, str]]()
     if since is not None:
-        rows = known.select("message_id", "verdict").distinct().limit(MOST + 1)
-        standing = [(one, verdict) for one, verdict in rows.collect()]
-        cut = len(standing) > MOST
+        # The last run may have kept only MOST findings.
+        rows = known.select(*KEY).distinct().limit(MOST).collect()
+        standing = [(one.message_id, one.verdict) for one in rows]
         standing += [(one, "dead") for one in _revived(log, since)]
         # To look for each of so many takes longer.
-        since = None if cut or len(dict(standing)) > MOST else since
+        most = max(len(rows), len(dict(standing)))
+        since = None if most >= MOST else since
     late = dict(spec.late_after)
     general = late.pop("*", LATE_AFTER.total_seconds())
     outbox_from = log.known_from("outbox")
@@ -352,13 +353,8 @@ def _revived(log: WholeLog, since: dt.datetime) -> list[str]:
     `since`, because `restore` opens it again."""
     day, start = day_of(since), timestamp(since)
     where = "(t.resolution = 'open' OR t.resolved_at >= {day})"
-    kept = log.spec.retention.get("dead_letters")
-    if kept is not None and since < log.horizon(dt.timedelta(days=kept)):
-        # Some that were resolved since then are in the lake, each on the day on which
-        # it was stored.
-        letters = log.read("dead_letters", LETTERS, where=where, since=day, whole=True)
-    else:
-        letters = log.copied(TABLES["dead_letters"], LETTERS, where, day)
+    # The lake has each letter on the day on which it was stored.
+    letters = log.read("dead_letters", LETTERS, where=where, since=day, whole=True)
     redelivered = (sf.col("resolution") == "redelivered") & (
         sf.col("resolved_at") >= start
     )
@@ -368,7 +364,7 @@ def _revived(log: WholeLog, since: dt.datetime) -> list[str]:
     sent = letters.select("message_id", sf.col("message_created_at").alias("sent_at"))
     sent = sent.union(parked.select("message_id", "created_at"))
     old = sent.where(sf.coalesce(sf.col("sent_at") < start, sf.lit(True)))
-    rows = old.select("message_id").distinct().limit(MOST + 1).collect()
+    rows = old.select("message_id").distinct().limit(MOST).collect()
     return [one.message_id for one in rows]
 
 
