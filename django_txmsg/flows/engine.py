@@ -144,9 +144,9 @@ def _cancelled(declared: Declaration, message: Message) -> None:
         assert run.ended_at is not None
         called = wire.Undone(run.request_id, run.ended_at, undone.answered)
         if ours:
-            # Its successor has the same caller. Only the first cancel has the address.
+            # Its successor has the same caller. Each cancel has the address, because
+            # another one may never arrive. The first that arrives sends the answer.
             given = {wire.FLOW: str(run.first_run), **run.caller}
-            runs.filter(pk=run.pk).update(caller={})
         headers = {**given, wire.UNDOES: str(called)}
         declared.send(why, headers, to=run.asked + wire.STEPS)
     elif run is None or run.ended_at is not None:

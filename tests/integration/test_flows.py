@@ -1389,8 +1389,24 @@ def test_two_cancels_of_a_run_that_handed_over_send_one_answer() -> None:
         cancel_now(run)
         cancel_now(run)
         drain(ahead=HOUR)
-        cancels = OutboxMessage.objects.filter(destination="shop.packing.steps")
-        assert cancels.filter(headers__has_key=wire.REPLY_TO).count() == 1
+        assert answers_to_another_system() == [{"why": "stop"}]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_second_cancel_of_a_run_that_handed_over_answers_if_the_first_dies() -> None:
+    with asked_by_another_system() as run:
+        with transaction.atomic():
+            cancel(run, "stop")
+        ship()
+        take(stages.find(["shop.packing.steps"])[0])
+        forwarded = OutboxMessage.objects.filter(headers__has_key=wire.REPLY_TO)
+        forwarded = forwarded.filter(destination="shop.packing.steps")
+        assert forwarded.update(body=b"1") == 1
+        ship()
+        take(stages.find(["shop.packing.steps"])[0])
+        assert DeadLetter.objects.get().reason == "invalid_body"
+        cancel_now(run)
+        drain(ahead=HOUR)
         assert answers_to_another_system() == [{"why": "stop"}]
 
 
