@@ -92,11 +92,16 @@ def was_done(undone: wire.Undone, stage: str, destination: str, using: str) -> b
 
 
 def was_revoked(undone: wire.Undone, stage: str, using: str) -> bool:
-    """Return whether a request, or an edited copy of the request, was revoked
-    before."""
+    """Return whether a request, or an edited copy of the request, was revoked before,
+    or was answered with `Dead` before it reached a stage."""
     copies = list(_copies(undone, stage, using))
     inbox = InboxMessage.objects.using(using).filter(message_id__in=copies)
-    return inbox.filter(stage=stage, revoked_at__isnull=False).exists()
+    if inbox.filter(stage=stage, revoked_at__isnull=False).exists():
+        return True
+    # That answer leaves no row in the inbox.
+    dead = Q(resolution=Resolution.DISCARDED) | Q(reason="rejected")
+    letters = DeadLetter.objects.using(using).filter(message_id__in=copies, stage="")
+    return letters.filter(dead).exists()
 
 
 def undo_delays(

@@ -850,7 +850,7 @@ def test_discarding_the_first_message_ends_a_run_that_ignores_cancels() -> None:
         assert failed(run) == {"why": "discarded"}
 
 
-def reject_all() -> None:
+def reject_all(reason: str = "rejected") -> None:
     """Bury all stored messages as a relay does if the broker rejects them."""
     token = uuid.uuid4()
     with transaction.atomic():
@@ -858,7 +858,7 @@ def reject_all() -> None:
             broker="default", token=token, lease=60, limit=9, services=["tests"]
         ):
             OutboxMessage.objects.mark_dead(row.id, token, error="no")
-            burial.bury_outgoing(row, "default", "default", "rejected", "no")
+            burial.bury_outgoing(row, "default", "default", reason, "no")
 
 
 def test_an_undo_that_is_dead_stops_there_and_goes_on_when_redelivered() -> None:
@@ -1420,6 +1420,21 @@ def test_cancel_after_the_other_flow_was_refused_sends_no_second_answer() -> Non
         cancel_now(run)
         drain(ahead=HOUR)
         assert answers_to_another_system() == [{"reason": "invalid_body"}]
+
+
+@pytest.mark.usefixtures("shipping")
+@pytest.mark.parametrize("reason", ["rejected", "discarded"])
+def test_cancel_after_the_relay_buried_the_other_flow_sends_no_second_answer(
+    reason: str,
+) -> None:
+    with asked_by_another_system() as run:
+        reject_all("rejected" if reason == "rejected" else "broker")
+        if reason == "discarded":
+            assert operate("discard") == 1
+        assert answers_to_another_system() == [{"reason": reason}]
+        cancel_now(run)
+        drain(ahead=HOUR)
+        assert answers_to_another_system() == [{"reason": reason}]
 
 
 @pytest.mark.usefixtures("shipping")
