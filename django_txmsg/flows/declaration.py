@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 from .. import codecs, conf, wire
 from ..envelope.codec import from_json, to_json
 from ..envelope.handler import accepted, path_of
+from ..envelope.kept_values import changes
 from ..envelope.message import Message
 from ..envelope.message_type import is_name, message_type
 from ..envelope.typed_body import BodyReader, TypeHeader
@@ -178,8 +179,10 @@ class Declaration:
             )
         if flow._unknown:
             merged = to_json(flow._unknown | from_json(text))
-            # A codec may read a field from more keys than it writes, as an alias.
-            if body.encode(self._read(merged, self.version)) == text:
+            # A codec may read a field from more keys than it writes, as an alias. Equal
+            # sets may differ as JSON.
+            own, both = (self._read(one, self.version) for one in (text, merged))
+            if not changes(own, both):
                 text = merged
         return text.decode()
 

@@ -36,7 +36,7 @@ this file.
   `test_a_request_that_an_operator_discards_is_answered`,
   `test_no_copy_of_a_revoked_request_is_executed`, one here.
 - The state has a version: `test_what_waits_for_newer_code_continues_with_it`, one here.
-- Code keeps the keys of a state that it does not know: two here.
+- Code keeps the keys of a state that it does not know: three here.
 - Messages address a step by its name:
   `test_a_step_that_this_code_does_not_have_waits_for_code_that_has`, one here.
 - If an open run waits for a step that the code does not have, `check --database`
@@ -183,6 +183,17 @@ class Enlarged(Obedient, name="rules.flow", within=HOUR):
     @signal
     def remarked(self, remark: Remark) -> None:
         self.amount += Decimal(remark.text)
+
+
+@shelved
+class Numbered(Flow[Ruled, int], name="rules.flow"):
+    """A flow with a set."""
+
+    numbers: set[int] = set()
+
+    @step
+    def start(self, ruled: Ruled) -> Next[int]:
+        return ruled.number
 
 
 @shelved
@@ -671,6 +682,16 @@ def test_older_code_keeps_a_field_that_newer_code_has_added() -> None:
     run = Run.objects.get()
     kept = Enlarged._declaration.decode(run.state, run.version)
     assert kept["amount"] == Decimal("12345678901234567.90")
+
+
+def test_unknown_field_is_kept_beside_a_set_in_another_order() -> None:
+    declared = Numbered._declaration
+    stored = '{"numbers": [1, 2, 3, 4, 8], "amount": "0.1"}'
+    flow = Numbered(**declared.decode(stored, 1))
+    flow.numbers.remove(4)
+    kept = json.loads(declared.encode(flow))
+    assert sorted(kept.pop("numbers")) == [1, 2, 3, 8]
+    assert kept == {"amount": "0.1"}
 
 
 @pytest.mark.usefixtures("undone")
