@@ -26,6 +26,7 @@ from ..sending.undoing import IN_DOUBT, overtaken
 from . import sending
 from .declaration import Declaration, Step
 from .going import Going
+from .starting import ended
 from .values import Dead, deadline_id
 
 #: The reason that a flow gets if an operator answers its request as failed.
@@ -72,6 +73,8 @@ def _check_time_out(run: Run) -> None:
 
 def _cancel(run: Run, given: Given) -> str:
     sending.cancel(run, given.why)
+    if run.outcome == Outcome.HANDED_OVER:
+        return f"Cancelled run {run.request_id} of {run.asked}, successor of"
     return "Cancelled"
 
 
@@ -157,11 +160,13 @@ def refused(name: str, run: Run) -> str:
     """Return the reason why an action is not possible for a run, or "" if the action is
     possible."""
     if run.outcome == Outcome.HANDED_OVER:
-        if name == "cancel":
+        if name != "cancel":
+            to = f"run {run.request_id} of {run.asked}"
+        elif last := ended(run):
+            to = f"run {last.run_id} of {last.flow}, which has ended"
+        else:
             return ""
-        return (
-            f"Run {run.run_id} has handed over to run {run.request_id} of {run.asked}."
-        )
+        return f"Run {run.run_id} has handed over to {to}."
     if run.ended_at is not None or run.failing:
         how = "has ended" if run.ended_at else "is undoing its work"
         return (

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from django.contrib.admin.models import LogEntry
+from django.db.models.functions import Now
 from django.test import Client, override_settings
 
 from django_txmsg.admin import sequence
@@ -123,6 +124,21 @@ def test_page_of_a_cancelled_run_shows_the_type_of_its_answer(operator: Client) 
     drain()
     fact = "<dt>Answer</dt><dd><code>txmsg.Cancelled;v=1;min=1</code></dd>"
     assert fact in page_of(operator, run)
+
+
+def test_run_that_has_handed_over_can_be_cancelled_until_its_successor_has_ended(
+    operator: Client,
+) -> None:
+    over = {"turn": None, "waits_for": "", "ended_at": Now()}
+    run = stored(
+        outcome=Outcome.HANDED_OVER, asked="acts.trip", request_id=uuid.uuid4(), **over
+    )
+    last = stored(run_id=run.request_id)
+    page = page_of(operator, run)
+    assert "Cancels the run to which this run has handed over." in page
+    assert [name for name in ACTS if f"/act/{name}/" in page] == ["cancel"]
+    Run.objects.filter(pk=last.pk).update(outcome=Outcome.ANSWERED, **over)
+    assert "/act/" not in page_of(operator, run)
 
 
 def test_a_run_is_drawn_with_the_difference_of_each_step(operator: Client) -> None:

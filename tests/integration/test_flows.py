@@ -1465,9 +1465,15 @@ def test_operator_can_only_cancel_a_run_that_has_handed_over() -> None:
         with pytest.raises(FlowError, match=f"handed over to run {last.run_id} of "):
             acts.act(act, run, acts.Given(to="start"))
     with transaction.atomic():
-        acts.act("cancel", run, acts.Given(why="stop"))
+        text = acts.act("cancel", run, acts.Given(why="stop"))
+    assert text == (
+        f"Cancelled run {last.run_id} of shop.packing, successor of run {run.run_id} "
+        f"of flow shop.packing: stop"
+    )
     drain()
     assert failed(last) == {"why": "stop"}
+    with pytest.raises(FlowError, match=f"{last.run_id} of .*, which has ended"):
+        acts.act("cancel", run, acts.Given(why="stop"))
 
 
 @pytest.mark.usefixtures("shipping")
