@@ -195,16 +195,20 @@ def leave(declared: Declaration, run: Run) -> Iterator[list[uuid.UUID]]:
     releases. So the join is closed before the run cancels requests or deletes undos:
     else there would be deadlocks on PostgreSQL.
     """
-    assert run.turn is not None  # it waits
-    batch = Batch.objects.using(declared.using).get(turn=run.turn)
+    batch = _batch_of(declared, run)
     batch.close()
     return _unanswered(batch)
 
 
+def _batch_of(declared: Declaration, run: Run) -> Batch:
+    assert run.turn is not None  # it waits
+    return Batch.objects.using(declared.using).get(turn=run.turn)
+
+
 def _unanswered(batch: Batch) -> Iterator[list[uuid.UUID]]:
-    """Yield the ids of a closed batch's requests without an answer, the last ones
-    first, in lists of at most AT_ONCE."""
-    left = batch.rows().filter(left=True).order_by("-number")
+    """Yield the ids of a closed batch's requests without an answer, in lists of at most
+    AT_ONCE, the list of the last ones first."""
+    left = batch.rows().filter(left=True)
     for first in reversed(range(0, batch.total, AT_ONCE)):
         page = left.filter(number__gte=first, number__lt=first + AT_ONCE)
         yield list(page.values_list("request_id", flat=True))
@@ -225,9 +229,7 @@ def ended(
     happens if the transaction that stored an answer was rolled back. That answer will
     be redelivered.
     """
-    using = declared.using
-    assert run.turn is not None  # it waits
-    batch = Batch.objects.using(using).get(turn=run.turn)
+    batch = _batch_of(declared, run)
     if not timed_out and not batch.has_ended():
         return None
     batch.close()

@@ -180,10 +180,10 @@ def _facts(run: Run) -> dict[str, Any]:
         "run_id", "flow", "key", "step", "waits_for", "asked", "since", "due_at",
         "failing", "outcome", "ended_at",
     )  # fmt: skip
-    if not run.answer or run.ended_at is None:
-        return values(run, *names) | {"answer": None, "answer_type": None}
-    answer = masking.of_run(run.flow, run.answer)
-    return values(run, *names, "answer_type") | {"answer": answer}
+    done = run.answer and run.ended_at
+    answer = masking.of_run(run.flow, run.answer) if done else None
+    of = run.answer_type if done else None
+    return values(run, *names) | {"answer": answer, "answer_type": of}
 
 
 def _of_step(run: Run, step: FlowStep) -> dict[str, Any]:
