@@ -176,6 +176,16 @@ class Consumer:
         thread or signal handler."""
         self._stop.set()
 
+    def wait_for_subscriptions(self, seconds: float) -> None:
+        """Wait until the stages of topics have subscribed, but at most for `seconds`.
+        Do not wait for a stage that is paused, or that cannot use its broker."""
+        liveness.turned(seconds)
+        ends = time.monotonic() + seconds
+        topics = [one for one in self.threads if one.stage.subscriber]
+        while any(one.subscribing for one in topics) and time.monotonic() < ends:
+            if self._stop.wait(0.05):
+                return
+
     def run(self, *, once: bool = False) -> None:
         """Run until stopped. With `once`, run until no message has arrived for a while
         and no bulk operation is running.

@@ -254,6 +254,14 @@ class StageThread:
         subscription = self._subscription
         return subscription.refused.error or subscription.turned_away.error
 
+    @property
+    def subscribing(self) -> bool:
+        """Whether the stage is about to subscribe: it has not subscribed, and neither a
+        pause nor an error of the broker prevents it."""
+        subscription = self._subscription
+        prevented = self.paused.is_set() or subscription.error is not None
+        return subscription.session is None and not prevented
+
     def has_received(self, seconds: float) -> bool:
         """Return whether the stage can be assumed to have received everything that was
         in its queue: the queue is empty, or the stage has been subscribed for

@@ -63,6 +63,11 @@ class Subscription:
         return max(one.remaining for one in breakers)
 
     @property
+    def error(self) -> BaseException | None:
+        """The broker's error that makes the stage wait, if any."""
+        return self._breaker.error or self.refused.error or self.turned_away.error
+
+    @property
     def waits(self) -> bool:
         """Whether the stage must wait before it uses the broker again."""
         broken = self.session is None and self.pause > 0

@@ -17,9 +17,11 @@ import psutil
 import pytest
 from django.db import connection, transaction
 
+from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.management.commands import _run
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage, Worker
 from django_txmsg.monitoring import retention
+from django_txmsg.runtime.thread_group import start_daemon
 from django_txmsg.sending.outbox import send_message
 from tests import factories as make
 from tests.acceptance.stop_states import World
@@ -43,6 +45,7 @@ from django_txmsg.monitoring import retention
 from tests.app.models import Effect
 
 _run.GRACE = 1.0
+_run.SUBSCRIBING = 600.0
 retention.FIRST = 0.1
 
 
@@ -69,14 +72,15 @@ def code(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
-    """Return a function that starts `txmsg run` with the service's code."""
+    """Return a function that starts `txmsg run` with the service's code, and with
+    further brokers."""
 
-    def start(*options: str) -> ManageProcess:
+    def start(*options: str, **brokers: dict[str, str]) -> ManageProcess:
         process = manage(
             "txmsg",
             "run",
             *options,
-            txmsg={**IMPATIENT, "BROKERS": BROKERS},
+            txmsg={**IMPATIENT, "BROKERS": BROKERS | brokers},
             hook="service_of_a_test.declare",
             env={"PYTHONPATH": str(code.parent), "PYTHONDONTWRITEBYTECODE": "1"},
         )
@@ -84,6 +88,12 @@ def run(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
         return process
 
     return start
+
+
+def on_a_topic(code: Path, options: str = "") -> None:
+    """Make the service's stage consume a topic."""
+    text = code.read_text().replace('"tests.run", ', f'"topic:tests.run", {options}')
+    code.write_text(text)
 
 
 def effects(name: str) -> int:
@@ -113,6 +123,51 @@ def test_run_relays_consumes_and_prints_a_line_for_each_message(
     assert sum(str(bad.id) in line for line in lines) == 2
     assert sum(str(good.id) in line for line in lines) == 2
     assert DeadLetter.objects.get().message_id == bad.id
+
+
+def test_stored_messages_reach_the_topics_stages_at_the_first_start(
+    run: Callable[..., ManageProcess], code: Path
+) -> None:
+    """The stage has never subscribed before."""
+    on_a_topic(code)
+    with txmsg(), transaction.atomic():
+        sent = [send_message("topic:tests.run", number) for number in range(3)]
+    process = run()
+    for one in sent:
+        process.wait_for_line(rf"tests\.run: processed in \d+ ms  {one.id}")
+    process.terminate()
+    process.succeed()
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("obstacle", ["paused", "its broker is down"])
+def test_relay_does_not_wait_for_a_topics_stage_that_cannot_subscribe(
+    run: Callable[..., ManageProcess], code: Path, obstacle: str
+) -> None:
+    brokers = {}
+    if obstacle == "paused":
+        on_a_topic(code)
+        make.StageStateFactory(stage="topic:tests.run")
+    else:
+        on_a_topic(code, 'broker="away", ')
+        brokers["away"] = {"URL": "amqp://127.0.0.1:1"}
+    with txmsg(), transaction.atomic():
+        far = send_message("tests.elsewhere", None)
+    process = run(**brokers)
+    process.wait_for_line(rf"tests\.elsewhere: sent to broker default  {far.id}")
+    process.terminate()
+    process.succeed()
+
+
+def test_stop_ends_the_wait_for_subscriptions() -> None:
+    with txmsg(), declared(lambda _: None, "topic:tests.run") as stage:
+        consumer = Consumer([stage])
+        waiting = start_daemon("waiting", consumer.wait_for_subscriptions, 600.0)
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        consumer.stop()
+        waiting.join(10)
+        assert not waiting.is_alive()
 
 
 @pytest.mark.sqlite

@@ -40,6 +40,8 @@ from ._workers import add_arguments, not_served, working
 
 #: Seconds that a child has to finish its messages.
 GRACE = 10.0
+#: Seconds that the relay waits for the stages of topics to subscribe.
+SUBSCRIBING = 10.0
 _FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
 
 
@@ -204,7 +206,7 @@ class Service:
         self.relay = Relay(list(databases), list(brokers))
         self.consumer = Consumer(stages)
         self._group = ThreadGroup(self.stop)
-        self._group.add("txmsg-relay", self.relay.run)
+        self._group.add("txmsg-relay", self._relay)
         self._group.add("txmsg-consumer", self._consume)
         self._time_loops = [
             Timekeeper(databases), Deadlines(databases), Alerting(databases),
@@ -212,6 +214,11 @@ class Service:
         ]  # fmt: skip
         for loop in self._time_loops:
             loop.add_to(self._group)
+
+    def _relay(self) -> None:
+        # A topic keeps no message for a stage that has never subscribed.
+        self.consumer.wait_for_subscriptions(SUBSCRIBING)
+        self.relay.run()
 
     def _consume(self) -> None:
         self.consumer.run()
