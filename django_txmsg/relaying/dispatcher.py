@@ -31,6 +31,8 @@ from .lane import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.dispatcher")
 
+#: By which the receiver of the signal `messages_committed` can be disconnected.
+UID = "django_txmsg.dispatcher"
 #: Most commits that wait for the thread. Beyond it, rows wait for the relay.
 MAX_WAITING = 10_000
 #: After a batch, the thread rests this many times as long as the batch took, at most so
@@ -214,4 +216,4 @@ def stop_dispatchers(timeout: float = 2.0) -> None:
         dispatcher.stop(timeout)
 
 
-signals.messages_committed.connect(on_committed, dispatch_uid="django_txmsg.dispatcher")
+signals.messages_committed.connect(on_committed, dispatch_uid=UID)

@@ -17,7 +17,7 @@ from typing import Any
 import amqp
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connection
+from django.db import connection, transaction
 from django.utils import timezone
 
 from django_txmsg.envelope.message import Message
@@ -26,6 +26,7 @@ from django_txmsg.management.commands.take_over_outbox_pattern import (
     Received,
 )
 from django_txmsg.models import InboxMessage, OutboxMessage
+from django_txmsg.sending.outbox import send_message
 from tests import factories as make
 from tests import services
 from tests.faults import wait_until
@@ -212,6 +213,20 @@ def published() -> Iterator[Callable[..., None]]:
     with connection.schema_editor() as editor:
         for model in models:
             editor.delete_model(model)
+
+
+def test_taken_over_messages_wait_for_the_relay(
+    published: Callable[..., None],
+) -> None:
+    """The queues may still be those of the old release, and a topic has no subscriber
+    before the stages run."""
+    published({})
+    with txmsg(DISPATCH_ON_COMMIT="inline"):
+        take_over()
+        assert OutboxMessage.objects.get().dispatched_at is None
+        with transaction.atomic():
+            later = send_message("mails", None)
+        assert OutboxMessage.objects.get(message_id=later.id).dispatched_at
 
 
 def test_unusable_headers_are_left_out_and_destinations_reported(

@@ -11,6 +11,7 @@ import argparse
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -19,10 +20,11 @@ from django.core.management.base import CommandError
 from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
-from ... import conf, wire
+from ... import conf, signals, wire
 from ...envelope.message import carried, check_destination
 from ...errors import DuplicateMessage, InvalidMessage
 from ...models import InboxMessage, OutboxMessage
+from ...relaying import dispatcher
 from ...sending.outbox import send_message
 from ...stages import Stage, all_stages
 from ..terminal import DatabaseCommand, chosen_database, require_positive
@@ -116,7 +118,8 @@ class Command(DatabaseCommand):
             )
         would = "Would take" if options["dry_run"] else "Took"
         if Published in found:
-            taken, left = self._send(using, options)
+            with _undispatched():
+                taken, left = self._send(using, options)
             self.stdout.write(
                 f"{would} {taken} unsent message{'s' * (taken != 1)} over into the "
                 f"outbox."
@@ -244,6 +247,19 @@ class Command(DatabaseCommand):
             if name.startswith(prefix):
                 return ours + name.removeprefix(prefix)
         return name
+
+
+@contextmanager
+def _undispatched() -> Iterator[None]:
+    """Leave the rows that the block commits to the relay. The queues may still be those
+    of the old release, and the stages of topics have not subscribed yet."""
+    signals.messages_committed.disconnect(dispatch_uid=dispatcher.UID)
+    try:
+        yield
+    finally:
+        signals.messages_committed.connect(
+            dispatcher.on_committed, dispatch_uid=dispatcher.UID
+        )
 
 
 def _headers(row: Any) -> dict[str, str]:
