@@ -159,6 +159,18 @@ def test_each_tenant_has_its_schema(messaging: ModuleType, batch: int) -> None:
 
 
 @pytest.mark.postgresql
+def test_tenant_without_a_schema_is_refused(messaging: ModuleType) -> None:
+    """PostgreSQL ignores a schema in search_path that does not exist."""
+    got: list[Message] = []
+    with through("Tenant"), declared(got.append) as stage:
+        send(stage, tenant="north")
+        step(stage)
+
+    assert DeadLetter.objects.get().reason == "refused"
+    assert not got
+
+
+@pytest.mark.postgresql
 def test_unknown_tenant_is_refused(messaging: ModuleType) -> None:
     with through("Tenant"), declared(enter) as stage:
         send(stage, tenant='x", pg_catalog; --')
