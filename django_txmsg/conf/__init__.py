@@ -12,7 +12,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -41,11 +41,15 @@ MAX_NUMBER = 2**31 - 1
 #: A hundred years.
 MAX_DAYS = 36_525
 MAX_SERVICE_LENGTH = 100
-#: Lower limits of single keys. A worker counts as dead three heartbeats after its last
-#: one; until then its messages and stages count as attended.
-_MOST = {"HEARTBEAT": 60} | dict.fromkeys(
+#: The highest values of single keys. A worker counts as dead three heartbeats after its
+#: last one; until then its messages and stages count as attended. After a process was
+#: killed, its control message's receiver needs up to CONTROL_GROUP to be certain.
+_MOST = {"HEARTBEAT": 60, "CONTROL_GROUP": 60} | dict.fromkeys(
     ("BATCH", "CONCURRENCY", "MAX_REDELIVERIES"), redelivery.MAX_REDELIVERIES
 )
+#: The lowest values of single keys. A lease that ends before the relay has marked its
+#: messages makes a relay send the same messages again and again.
+_LEAST = {"LEASE": 1}
 #: The longest broker alias that the tables can store.
 MAX_ALIAS_LENGTH = 64
 #: Arguments of `every()`, for an entry of SCHEDULE; EXPIRES is in seconds.
@@ -174,7 +178,7 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
                 where,
                 f"must be {_describe(known[name])}, not {type(value).__name__}"
                 f"{_shown(value)}.",
-                f"Give {_seconds(value)}." if isinstance(value, dt.timedelta) else "",
+                _instead(value, known[name]),
             )
         elif kind is RedeliverySettings:
             for _, problem in redelivery.problems(**{name.lower(): value}):
@@ -187,6 +191,11 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
             yield Problem(where, f"has {found!r}, which is not a kind of alarm.", hint)
         elif name == "DEAD_LETTER_DESTINATIONS" and not all(value):
             yield Problem(where, "must name queues; one of its names is empty.")
+        elif name in ("DEAD_LETTER_DESTINATIONS", "REPLY_TO"):
+            yield from _destination_problems(name, value, where)
+        elif name == "FORMER_SERVICES":
+            for one in value:
+                yield from _service_problems(one, where)
 
 
 def _number_problems(
@@ -194,9 +203,24 @@ def _number_problems(
 ) -> Iterator[Problem]:
     most = MAX_DAYS if kind is RetentionSettings else _MOST.get(name, MAX_NUMBER)
     if value < 0 or (value == 0 and name in _POSITIVE):
-        yield Problem(where, f"must be greater than zero, not {value!r}.")
+        least = "greater than zero" if name in _POSITIVE else "0 or more"
+        yield Problem(where, f"must be {least}, not {value!r}.")
+    elif value < _LEAST.get(name, 0):
+        yield Problem(where, f"must be at least {_LEAST[name]}, not {value!r}.")
     elif not value <= most:  # nor is NaN
         yield Problem(where, f"must be at most {most:,}, not {value!r}.")
+
+
+def _destination_problems(
+    name: str, value: Iterable[str], where: str
+) -> Iterator[Problem]:
+    for one in value:
+        # Only a broker's own queue may have a name that not every broker can carry.
+        if name == "REPLY_TO" or one.startswith(("/queue/", "/topic/")):
+            try:
+                check_destination(one)
+            except InvalidMessage as error:
+                yield Problem(where, f"cannot be used: {error}")
 
 
 def _service_problems(given: object, path: str) -> Iterator[Problem]:
@@ -359,8 +383,13 @@ def _describe(hint: Any) -> str:
     return names.get(hint, "a list of strings")
 
 
-def _seconds(value: dt.timedelta) -> str:
-    return f"{value.total_seconds():g}, in seconds"
+def _instead(value: object, hint: Any) -> str:
+    """Return a hint with the value in the expected type, or ""."""
+    if isinstance(value, dt.timedelta):
+        return f"Give {value.total_seconds():g}, in seconds."
+    if isinstance(value, str) and typing.get_origin(hint) is tuple and _shown(value):
+        return f'Give ["{value}"].'
+    return ""
 
 
 def _shown(value: object) -> str:

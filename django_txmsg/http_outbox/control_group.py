@@ -74,9 +74,6 @@ def lock_of(group: uuid.UUID) -> int:
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
-#: Longest time, in seconds, for which sessions join a group. After a process was
-#: killed, its message's receiver needs at most this long to be certain.
-LONGEST = 60.0
 #: Seconds before a group's end at which its successor is opened.
 LEAD = 0.25
 #: Seconds, after the time to join, within which rows may still be inserted without
@@ -92,7 +89,7 @@ class Group:
         self.id = new_id()
         self.lock = lock_of(self.id)
         self._groups = groups
-        self._window = min(conf.get().HTTP.CONTROL_GROUP, LONGEST)
+        self._window = conf.get().HTTP.CONTROL_GROUP
         self._valid = dt.timedelta(seconds=self._window + SPARE)
         #: The database's clock before the message that opened the group was sent; None
         #: before.

@@ -226,7 +226,7 @@ def test_a_database_outage_between_claim_and_settle(
         return real(manager, *given, **named)
 
     monkeypatch.setattr(OutboxManager, method, failing)
-    with txmsg(RELAY={**IMPATIENT["RELAY"], "LEASE": 0.3}):
+    with txmsg(RELAY={**IMPATIENT["RELAY"], "LEASE": 1}):
         store(4)
         with at_work(Relay(["default"], ["default"], lanes=1)):
             wait_until(

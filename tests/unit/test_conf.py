@@ -84,6 +84,9 @@ def test_defaults_are_the_contract() -> None:
         ({"RELAY": {"LEASE": math.nan}}, 'TXMSG["RELAY"]["LEASE"]', "at most"),
         ({"RELAY": {"LEASE": math.inf}}, 'TXMSG["RELAY"]["LEASE"]', "at most"),
         ({"CONSUME": {"HEARTBEAT": 61}}, 'TXMSG["CONSUME"]["HEARTBEAT"]', "most 60"),
+        ({"CONSUME": {"MAX_MESSAGES": -1}}, 'TXMSG["CONSUME"]["MAX_MESSAGES"]', "0 or"),
+        ({"RELAY": {"LEASE": 0.999}}, 'TXMSG["RELAY"]["LEASE"]', "at least 1, not"),
+        ({"HTTP": {"CONTROL_GROUP": 61}}, 'TXMSG["HTTP"]["CONTROL_GROUP"]', "most 60"),
         ({"RETENTION": {"INBOX": 1e9}}, 'TXMSG["RETENTION"]["INBOX"]', "36,525"),
         ({"SERVICE": ""}, 'TXMSG["SERVICE"]', "letters, digits"),
         ({"SERVICE": "my shop/1"}, 'TXMSG["SERVICE"]', "letters, digits"),
@@ -94,6 +97,14 @@ def test_defaults_are_the_contract() -> None:
             'TXMSG["DEAD_LETTER_DESTINATIONS"]',
             "empty",
         ),
+        (
+            {"DEAD_LETTER_DESTINATIONS": ["/queue/DLQ"]},
+            'TXMSG["DEAD_LETTER_DESTINATIONS"]',
+            "write 'DLQ'",
+        ),
+        ({"REPLY_TO": ["erp.in", "erp in"]}, 'TXMSG["REPLY_TO"]', "'erp in' has"),
+        ({"FORMER_SERVICES": ["a", "my shop"]}, 'TXMSG["FORMER_SERVICES"]', "letters,"),
+        ({"ALERTS": {"KINDS": "bad"}}, 'TXMSG["ALERTS"]["KINDS"]', 'Give ["bad"].'),
         (
             {"BROKERS": {"default": {"URl": "database://"}}},
             'TXMSG["BROKERS"]["default"]',
@@ -111,6 +122,20 @@ def test_wrong_setting_is_named_with_a_hint(
 
     assert problem.path == path
     assert words in f"{problem.message} {problem.hint}"
+
+
+def test_least_values_and_queues_with_a_broker_s_own_names_are_valid() -> None:
+    with override_settings(
+        TXMSG={
+            "RELAY": {"LEASE": 1},
+            "CONSUME": {"MAX_MESSAGES": 0},
+            "HTTP": {"CONTROL_GROUP": 60},
+            "DEAD_LETTER_DESTINATIONS": ["orders:dead letters"],
+            "REPLY_TO": ["topic:erp.in"],
+            "FORMER_SERVICES": ["my.shop-2"],
+        }
+    ):
+        assert conf.problems() == []
 
 
 @given(

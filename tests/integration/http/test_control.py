@@ -571,10 +571,10 @@ def test_session_that_can_never_be_checked_is_left_to_the_relay(
     def broken(using: str, session_id: uuid.UUID) -> None:
         raise LookupError("no such thing")
 
-    with outbox_session() as session, override_settings(TXMSG=lease(0.1)):
+    with outbox_session() as session, override_settings(TXMSG=lease(1)):
         send_two()
     delivery = arrivals.receive(30)
-    with override_settings(TXMSG=lease(0.1)):
+    with override_settings(TXMSG=lease(1)):
         ends = time.monotonic() + 30
         while not heard["handled"] and time.monotonic() < ends:
             with suppress(control_receive.LookAgain):
