@@ -150,6 +150,14 @@ def _aliases() -> Iterator[CheckMessage]:
             "leave it out.",
             id="txmsg.E030",
         )
+    for alias in conf.get().PIPELINE.DATABASES:
+        if alias not in connections:
+            yield Error(
+                f'TXMSG["PIPELINE"]["DATABASES"] has {alias!r}, which is not in '
+                "DATABASES.",
+                hint=f"Known here: {', '.join(sorted(connections))}.",
+                id="txmsg.E006",
+            )
 
 
 def _paths() -> Iterator[CheckMessage]:

@@ -353,7 +353,7 @@ def _retention() -> Iterator[CheckMessage]:
         if window > kept["INBOX"] * DAY:
             yield Warning(
                 f"Stage {stage.name!r} tries a message again for up to "
-                f"{window / DAY:.1f} days, longer than the inbox remembers "
+                f"{_length(window)}, longer than the inbox remembers "
                 f"({keep.INBOX:g} days).",
                 hint='Raise TXMSG["RETENTION"]["INBOX"], or lower the policy\'s '
                 "max_redeliveries or max_delay.",
@@ -386,6 +386,11 @@ def _retention_of_undos(kept: dict[str, float]) -> Iterator[CheckMessage]:
             hint="Keep dead letters at least as long as the inbox.",
             id="txmsg.W014",
         )
+
+
+def _length(seconds: float) -> str:
+    days = seconds / DAY
+    return f"{days:.1f} days" if days >= 0.1 else f"{seconds / 60:.1f} minutes"
 
 
 def _redelivery_window(policy: RedeliveryPolicy) -> float:

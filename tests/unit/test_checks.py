@@ -201,6 +201,14 @@ def test_requests_with_an_unknown_database_are_an_error() -> None:
         assert only(check()).id == "txmsg.E006"
 
 
+def test_a_pipeline_with_an_unknown_database_is_an_error() -> None:
+    with txmsg(PIPELINE={"DATABASES": ["other", "archive"]}):
+        found = only(check())
+
+    assert found.id == "txmsg.E006"
+    assert "has 'archive', which is not in DATABASES" in found.msg
+
+
 def test_a_database_of_another_vendor_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -375,6 +383,14 @@ def test_an_inbox_that_forgets_before_the_last_attempt_is_a_warning() -> None:
 
     assert found.id == "txmsg.W004"
     assert "up to 23.0 days" in found.msg
+
+
+def test_a_short_time_of_attempts_is_told_in_minutes() -> None:
+    with stage(), txmsg(RETENTION={"INBOX": 0, "OUTBOX": 0}):
+        found = only(check())
+
+    assert found.id == "txmsg.W004"
+    assert "up to 1.2 minutes, longer" in found.msg
 
 
 @pytest.mark.parametrize(
