@@ -239,11 +239,11 @@ class DeadLetterAdmin(MessageAdmin):
 
     @admin.display(description="stage")
     def place(self, letter: Any) -> SafeString:
-        """The stage that gave up the message. If the destination has another name, the
-        destination is added."""
-        place = letter.stage
-        if letter.stage != letter.destination:
-            place = f"{letter.stage or '(relay)'} of {letter.destination}"
+        """The stage, relay or broker that gave up the message. If the destination has
+        another name than the stage, the destination is added."""
+        place = dead.place(letter.stage, letter.destination, letter.reason)
+        if letter.stage not in ("", letter.destination):
+            place += f" of {letter.destination}"
         return display.named(place, letter.task)
 
     tries = display.column("attempts", int, "attempts")

@@ -19,6 +19,7 @@ import pytest
 from django.core.management import call_command
 from django.db import OperationalError, connection, connections
 from django.test import Client
+from django.urls import reverse
 
 from django_txmsg import every, health, stages
 from django_txmsg.admin.groups import grouped
@@ -28,6 +29,7 @@ from django_txmsg.management.commands import message_status
 from django_txmsg.metrics import Collector
 from django_txmsg.models import (
     AuditEntry,
+    DeadLetter,
     FailureNote,
     InboxMessage,
     OutboxMessage,
@@ -487,9 +489,19 @@ def test_dead_letter_of_the_broker_is_not_one_of_the_relay(
     assert found == {reason: [place] for reason, place in places.items()}
     alerts = alerting.wanted(status.read(), ["dead"])
     page = admin_client.get("/admin/django_txmsg/auditentry/changes/").content.decode()
+    rows = admin_client.get("/admin/django_txmsg/deadletter/").content.decode()
+    out = StringIO()
+    call_command("dead_letters", "list", stdout=out)
     for reason, place in places.items():
         assert f"dead/{reason} {place}" in alerts
         assert f">{place}<" in page
+        assert place in rows
+        assert f"  {place} " in out.getvalue()
+        letter = DeadLetter.objects.get(reason=reason)
+        shown = admin_client.get(
+            reverse("admin:django_txmsg_message", args=[letter.message_id])
+        )
+        assert f"</span> {place.split()[0]}</dd>" in shown.content.decode()
     assert gauges("outbox_dead") == {("default", "mail.send"): 2}
 
 

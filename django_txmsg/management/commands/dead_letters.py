@@ -190,10 +190,10 @@ def _first(error: str) -> str:
 
 
 def _place(letter: DeadLetter) -> str:
-    """If the message is a task, return the task's name. Otherwise return the name of
-    the stage that buried the message, or "relay" if the relay gave it up."""
+    """If the message is a task, return the task's name. Otherwise return the stage, the
+    relay or the broker that gave up the message."""
     task = letter.headers.get(wire.TASK) if wire.is_task(letter.destination) else None
-    return str(task or letter.stage or "relay")
+    return str(task or dead.place(letter.stage, letter.destination, letter.reason))
 
 
 _FLAGS = {
