@@ -402,8 +402,16 @@ class Follower:
             return
         summary = found_by or "Found while `follow` was not running, new: "
         listed = ", ".join(f"{count:,} {name}" for name, count in (new or {}).items())
+        summary += f"{listed or 'nothing'}."
+        if "never_received" in (new or {}):
+            # The logs do not say what a broker holds.
+            summary += (
+                " A message that was never received may still wait at its broker, for "
+                "example because its stage is paused: look at the page Stages and at "
+                "the broker's queue first."
+            )
         Alerts(connection, self.source.service).weigh(
-            "lost", sum((new or {}).values()), 0, f"{summary}{listed or 'nothing'}.",
+            "lost", sum((new or {}).values()), 0, summary,
             hold=self.webhook is not None,
         )  # fmt: skip
         # Only now: if the count could not be stored, the next check counts again.
