@@ -239,7 +239,8 @@ class ConfirmPages(Pages):
             page = "admin:django_txmsg_bulkoperation_change"
             return led(request, page, operation.pk)
         self._tell(request, operation)
-        left = selection.matching(kind, filters, using=using).count() if token else 0
+        died = token and kind != BulkKind.RESTORE
+        left = selection.matching(kind, filters, using=using).count() if died else 0
         if left > operation.skipped:
             more = left - operation.skipped
             messages.info(

@@ -301,3 +301,16 @@ def test_action_is_refused_to_a_user_who_may_not_see_its_page(
     assert client.post(cancel).status_code == 403
     assert OutboxMessage.objects.get().state.value == "pending"
     assert open_letters() == 1
+
+
+def test_letter_that_is_discarded_after_the_question_has_not_died(
+    operator: Client,
+) -> None:
+    factories.DeadLetterFactory(discarded=True, created_at=ago(minutes=1))
+    form = asked(operator, kind="restore")
+    factories.DeadLetterFactory(discarded=True)
+
+    page = operator.post(URL, form, follow=True).content.decode()
+
+    assert "since you opened this page" not in page
+    assert open_letters() == 1
