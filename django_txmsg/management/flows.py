@@ -28,6 +28,7 @@ from .terminal import (
     printable,
     read_age,
     record,
+    say,
     values,
 )
 
@@ -156,7 +157,7 @@ class Command(BaseCommand):
             except TxmsgError as error:
                 left.append(str(error))
                 continue
-            self.stdout.write(text)
+            say(self.stdout, text)
         if left:
             raise CommandError("\n".join(left))
 

@@ -19,7 +19,7 @@ from ..models import BulkOperation, OutboxMessage
 from ..models.fields import local
 from ..models.monitoring import Deed
 from ..sending.pending import cancel_message, reschedule_message
-from .terminal import add_limit, chosen_database, operator, print_list, record
+from .terminal import add_limit, chosen_database, operator, print_list, record, say
 
 log = logging.getLogger("django_txmsg.pending")
 
@@ -54,7 +54,7 @@ class _PerMessage(BaseCommand):
                     record(using, self.deed, entry)
             if done:
                 log.info("message %s: %s by %s", message_id, self.done, operator())
-                self.stdout.write(f"{self.done.capitalize()} {message_id}.")
+                say(self.stdout, f"{self.done.capitalize()} {message_id}.")
             else:
                 left.append(str(message_id))
         if left:

@@ -8,6 +8,7 @@ import argparse
 import datetime as dt
 import getpass
 import json
+import os
 import re
 import uuid
 from collections.abc import Iterable, Mapping
@@ -79,6 +80,21 @@ def print_list(
         return
     for line in list(lines) or [none]:
         out.write(printable(line))
+
+
+def say(stream: Any, text: str) -> None:
+    """Write a line. If the output is closed, do nothing, so that the process can still
+    finish its messages."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        # Python would try once more at its end, and exit with 120.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError, RuntimeError):
+        pass  # closed; or a signal has come just as the stream was written to
 
 
 # Preconditions of a command: a database, and the package's tables in it.

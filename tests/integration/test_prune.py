@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import threading
 import uuid
 from typing import Any
@@ -67,6 +68,19 @@ def test_dispatched_messages_are_deleted_after_their_retention() -> None:
     assert "outbox messages: 1 deleted." in output
     assert left(OutboxMessage) == {young.pk, late.pk}
     assert old.pk not in left(OutboxMessage)
+
+
+def test_a_closed_output_stops_neither_pruning_nor_cancelling() -> None:
+    make.OutboxMessageFactory(dispatched=True, created_at=ago(days=8))
+    make.InboxMessageFactory(first_received_at=ago(days=8), processed_at=ago(days=8))
+    pending = [str(make.OutboxMessageFactory().message_id) for _ in range(2)]
+    for command in (["prune_messages"], ["txmsg", "cancel", *pending]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w", buffering=1) as closed:
+            call_command(*command, stdout=closed)
+    assert not InboxMessage.objects.exists()
+    assert not OutboxMessage.objects.filter(dead_at=None).exists()
 
 
 def test_pending_rows_are_never_pruned() -> None:

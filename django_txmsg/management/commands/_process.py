@@ -31,6 +31,7 @@ from ...runtime import liveness
 from ...runtime.connections import LARGE
 from ...runtime.thread_group import start_daemon
 from ...sending.scope import handlers_running
+from ..terminal import say
 from . import _supervisor
 
 #: Seconds that a stopping process waits for servers, once no handler is running.
@@ -109,21 +110,6 @@ def _obey(
                     f"{', '.join(waiting)}.",
                 )
                 os._exit(0)
-
-
-def say(stream: Any, text: str) -> None:
-    """Write a line. If the output is closed, do nothing, so that the process can still
-    finish its messages."""
-    try:
-        stream.write(text)
-        stream.flush()
-    except BrokenPipeError:
-        # Python would try once more at its end, and exit with 120.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-    except (OSError, ValueError, RuntimeError):
-        pass  # closed; or a signal has come just as the stream was written to
 
 
 def stay_light() -> None:

@@ -32,9 +32,9 @@ from ...relaying.relay import Relay
 from ...runtime.thread_group import ThreadGroup
 from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
-from ..terminal import SEARCHED, printable, require_tables
+from ..terminal import SEARCHED, printable, require_tables, say
 from . import _supervisor
-from ._process import heartbeat, say
+from ._process import heartbeat
 from ._supervisor import Slot, Supervisor
 from ._workers import add_arguments, not_served, working
 

@@ -28,8 +28,9 @@ from ...monitoring.databases import left_out
 from ...monitoring.process_states import WITHIN
 from ...runtime import liveness
 from ...runtime.thread_group import start_daemon
+from ..terminal import say
 from . import _supervisor
-from ._process import return_memory, say, stay_light, stop_on_signals
+from ._process import return_memory, stay_light, stop_on_signals
 from ._supervisor import Supervisor, cores, log
 
 # `--http HOST:PORT`: `/alive`, `/ready` and `/metrics` of a worker.

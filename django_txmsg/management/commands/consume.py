@@ -12,8 +12,7 @@ from ...consuming.consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
 from ...monitoring.databases import with_only_queues, with_tables
 from ...stages import find
-from ..terminal import SEARCHED, DatabaseCommand, require_positive, require_tables
-from ._process import say
+from ..terminal import SEARCHED, DatabaseCommand, require_positive, require_tables, say
 from ._workers import add_arguments, working
 
 

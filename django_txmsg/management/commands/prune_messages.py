@@ -15,6 +15,7 @@ from ..terminal import (
     chosen_database,
     require_positive,
     require_tables,
+    say,
 )
 
 
@@ -58,7 +59,7 @@ class Command(DatabaseCommand):
 
     def _say(self, options: dict[str, Any], line: str) -> None:
         if options["verbosity"] > 0:
-            self.stdout.write(line)
+            say(self.stdout, line)
 
     def _why(self, kind: retention.Kind, using: str) -> str:
         if kind.days is None:

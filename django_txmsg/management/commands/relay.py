@@ -18,8 +18,8 @@ from ...monitoring.periods import Charts
 from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time, ticked
 from ...scheduling.timekeeper import Timekeeper
-from ..terminal import require_positive, require_tables
-from ._process import heartbeat, say
+from ..terminal import require_positive, require_tables, say
+from ._process import heartbeat
 from ._workers import add_arguments, not_served, working
 
 
