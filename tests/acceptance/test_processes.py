@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -456,8 +457,9 @@ def test_a_locked_table_keeps_one_scrape_and_its_connection(
     """Prometheus gives up, and asks again."""
     monkeypatch.setattr("django_txmsg.management.commands._workers.PATIENCE", 0.1)
     server = HttpServer("127.0.0.1:0", lambda within: "")
+    where = f"http://127.0.0.1:{server.server_address[1]}"
     table = OutboxMessage._meta.db_table
-    with server.answering() as where, ThreadPoolExecutor(1) as pool:
+    with server.answering(sys.stderr), ThreadPoolExecutor(1) as pool:
         with transaction.atomic(), connection.cursor() as cursor:
             cursor.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
             first = pool.submit(ask, f"{where}/metrics")

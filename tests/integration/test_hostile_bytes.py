@@ -208,8 +208,8 @@ def test_everything_ends_processed_or_dead_with_its_bytes(
         }
         last = put(destination)
         Consumer([stage]).run(once=True)
-        with get_broker().open() as session:
-            for queue in sent:
+        for queue in sent:
+            with get_broker().open() as session:
                 session.subscribe(queue, prefetch=1)
                 assert session.receive(0.5) is None, f"something is left in {queue}"
     taken = {
