@@ -72,12 +72,10 @@ def brokers_by_database(*brokers: str) -> dict[str, str]:
     """Map each database in which embedded brokers keep their queues to the alias of one
     of these brokers, of "default" if possible. By default, all brokers are searched."""
     found: dict[str, str] = {}
-    for alias in sorted(
-        brokers or conf.get().BROKERS, key=lambda one: one != "default"
-    ):
-        one = find_broker(alias)
-        if one and one.kind == "database" and one.stored_in:
-            found.setdefault(one.stored_in, alias)
+    embedded = of_kind("database")
+    for alias in sorted(brokers or embedded, key=lambda one: one != "default"):
+        if alias in embedded:
+            found.setdefault(embedded[alias].stored_in, alias)
     return found
 
 

@@ -255,14 +255,15 @@ def read(*aliases: str) -> Status:
         status.with_only_queues = databases.with_only_queues()
     states = StageState.objects.using(router.db_for_write(StageState))
     paused = list(states.exclude(paused_at=None))
+    names = {state.stage for state in paused}
     for declared in all_stages():
         using = databases.of_stage(declared)
         _place(status.stages, declared.name, using or home)
     for using in [*status.databases, *status.with_only_queues]:
         try:
             if using in status.databases:
-                _read_database(status, using, {state.stage for state in paused})
-            _read_queues(status, using, {state.stage for state in paused})
+                _read_database(status, using, names)
+            _read_queues(status, using, names)
             if databases.is_read_only(using, aliases):
                 status.read_only.append(using)
         except AnyDatabaseError as error:

@@ -156,7 +156,7 @@ def in_queues(
     """Return the messages in the embedded broker, by queue. `held` are the queues whose
     stages are all paused. Their messages never count as due, and neither do messages in
     other queues than `own`, if given."""
-    found = _by_place(
+    return _by_place(
         using,
         "django_txmsg_queuemessage",
         ("queue",),
@@ -166,11 +166,8 @@ def in_queues(
         leased="lease_token IS NOT NULL AND available_at > {now}",
         most=most,
         held=held,
+        own=own,
     )
-    for one in found:
-        if own is not None and one.name not in own:
-            one.due, one.overdue, one.oldest_due = 0, 0, None
-    return found
 
 
 def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
@@ -256,15 +253,16 @@ def _by_place(
     leased: str,
     most: int | None,
     held: Collection[str] = (),
+    own: Collection[str] | None = None,
     for_rate: str = "FALSE",
     since: str = "",
     also: str = "",
 ) -> list[Waiting]:
     """Count the rows of each place, at most `most` rows per place, the earliest due
     times first. A place with many rows does not affect the counts of other places. If a
-    place is in `held`, none of its rows counts as due. A row is due from `since` on, by
-    default from `due` on, which is the column of an index. `also` is a further
-    condition."""
+    place is in `held`, or not in `own`, if given, none of its rows counts as due. A row
+    is due from `since` on, by default from `due` on, which is the column of an index.
+    `also` is a further condition."""
     connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
     limit = (CAP if most is None else most) + 1
@@ -292,7 +290,7 @@ def _by_place(
     found = []
     for *named, counted in query(using, sql, [-OVERDUE.total_seconds()]):
         count, due_now, overdue, in_flight, again, slots, oldest = read_array(counted)
-        if named[-1] in held:
+        if named[-1] in held or (own is not None and named[-1] not in own):
             due_now, overdue, oldest = 0, 0, None
         found.append(
             Waiting(

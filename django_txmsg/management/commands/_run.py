@@ -26,7 +26,7 @@ from ...consuming.consumer import Consumer
 from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
 from ...monitoring.alerting import Alerting
-from ...monitoring.databases import left_out, with_only_queues, with_tables
+from ...monitoring.databases import with_only_queues, with_tables
 from ...monitoring.retention import Pruner
 from ...relaying.relay import Relay
 from ...runtime.thread_group import ThreadGroup
@@ -89,8 +89,9 @@ class Reloader(Supervisor):
                 self._stderr,
                 f"The process ended with {code}. The next change starts it again.",
             )
-        unprepared = code < 0 and self._stops == 1  # it did not handle signals yet
-        self._code = 0 if unprepared else 128 - code if code < 0 else code
+        if code < 0 and self._stops == 1:
+            code = 0  # it did not handle signals yet
+        self._code = 128 - code if code < 0 else code
 
 
 def files() -> Iterator[tuple[str, float]]:
@@ -292,8 +293,8 @@ class Command(BaseCommand):
             f"Relaying from {', '.join(databases)} to {', '.join(brokers)}. Stop with "
             f"Ctrl-C."
         )
-        if left_out():
-            self._line(not_served(databases))
+        if others := not_served(databases):
+            self._line(others)
 
     def _line(self, text: str) -> None:
         say(self.stdout, text)

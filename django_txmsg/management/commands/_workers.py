@@ -192,9 +192,11 @@ MULTIPROC = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def not_served(databases: Sequence[str]) -> str:
-    """Return the line with which a relay of these databases names those that it does
-    not serve."""
+    """Return a line that names the databases which a relay of `databases` does not
+    serve, or "" if it serves all."""
     others = left_out()
+    if not others:
+        return ""
     return (
         f"Serving the databases {', '.join(databases)}, but not {', '.join(others)}. "
         f"If messages are stored there with using=, also run manage.py relay "

@@ -13,7 +13,7 @@ from ... import conf
 from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
 from ...monitoring.alerting import Alerting
-from ...monitoring.databases import left_out, with_only_queues, with_tables
+from ...monitoring.databases import with_only_queues, with_tables
 from ...monitoring.periods import Charts
 from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time, ticked
@@ -44,8 +44,9 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         require_positive(options, "batch_size")
         databases = options["database"] or with_tables()
-        if options["verbosity"] > 0 and not options["database"] and left_out():
-            self.stdout.write(not_served(databases))
+        others = "" if options["database"] else not_served(databases)
+        if others and options["verbosity"] > 0:
+            self.stdout.write(others)
         brokers = options["broker"] or sorted(conf.get().BROKERS)
         unknown = [name for name in brokers if name not in conf.get().BROKERS]
         if unknown:
