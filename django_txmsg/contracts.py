@@ -262,9 +262,18 @@ def _unreadable(name: str, message: Contract) -> list[int]:
         int(version)
         for version, other in message.get(READERS, {}).items()
         if schema is not None
-        and not message_types.needed(name, int(version), message[VERSION])
-        and faults(schema, other)
+        and _old_faults(name, schema, message[VERSION], other, int(version))
     )
+
+
+def _old_faults(
+    name: str, schema: Contract, now: int, other: Contract, version: int
+) -> list[Fault]:
+    """Return why this code, with version `now`, cannot read bodies of an earlier
+    version. An upgrader may change a body in any way, so it counts as able to."""
+    if message_types.needed(name, version, now):
+        return []
+    return faults(schema, other)
 
 
 def schema_of(message: Contract) -> Contract | None:
@@ -357,12 +366,9 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
         if now == was:  # messages have the old number until the next export
             oldest = min(oldest, before.get(READABLE_FROM, 1))
         for version, other in _versions(before, was):
-            if (
-                name in received
-                and version not in accepted
-                and not message_types.needed(name, version, now)
-            ):
-                found |= dict.fromkeys((f, OLD_MESSAGES) for f in faults(schema, other))
+            if name in received and version not in accepted:
+                here = _old_faults(name, schema, now, other, version)
+                found |= dict.fromkeys((f, OLD_MESSAGES) for f in here)
             if name in sent and oldest <= version:
                 there = faults(other, schema, ours=True)
                 found |= dict.fromkeys((f, OLD_READERS) for f in there)
