@@ -48,7 +48,7 @@ MAX_HOPS = 200
 MAX_BAGGAGE = 4096
 #: The reason that `otherwise` gets if a flow was cancelled.
 CANCELLED = "cancelled"
-#: What the history calls the return to a step, which is no step.
+#: What the history shows in place of a step when the run returns to an earlier one.
 BACK = "go back"
 
 
