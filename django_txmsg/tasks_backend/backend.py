@@ -235,6 +235,8 @@ class TransactionalBackend(BaseTaskBackend):
             stage.policy,
             max_redeliveries=given.MAX_REDELIVERIES,
             lost_workers=conf.get().REDELIVERY.MAX_REDELIVERIES,
+            # Only a row that is parked in the inbox shows that the task waits.
+            mode="non_blocking",
         )
         return replace(stage, redelivery=policy)
 

@@ -443,8 +443,9 @@ def test_a_task_is_retried_as_its_policy_says(mode: str) -> None:
         assert (result.status, result.attempts, len(result.errors)) == (FAILED, 3, 3)
 
 
-def test_a_result_is_ready_between_two_attempts() -> None:
-    patient = {"INITIAL_DELAY": 3600.0, "MAX_DELAY": 3600.0}
+@pytest.mark.parametrize("waits", ["non_blocking", "broker"])
+def test_a_result_is_ready_between_two_attempts(waits: str) -> None:
+    patient = {"INITIAL_DELAY": 3600.0, "MAX_DELAY": 3600.0, "MODE": waits}
     with txmsg(REDELIVERY=patient), tasks(OPTIONS={"MAX_REDELIVERIES": 1}):
         result = finished(jobs.fail.enqueue())
         assert (result.status, result.attempts, len(result.errors)) == (READY, 1, 1)
