@@ -802,7 +802,7 @@ def test_forced_redelivery_keeps_the_last_result() -> None:
         ),
         ({"OPTIONS": {"x": 1}}, ['["x"] is not a setting. Known here: BATCH']),
         ({"OPTIONS": {"TRANSACTION": []}}, ['must be "outbox" or "none", not list []']),
-        ({"OPTIONS": {"MAX_REDELIVERIES": -1}}, ["must be greater than zero"]),
+        ({"OPTIONS": {"MAX_REDELIVERIES": -1}}, ["must be 0 or more"]),
         ({"OPTIONS": {"MAX_REDELIVERIES": True}}, ["must be an integer, not bool"]),
         ({"OPTIONS": {"MAX_REDELIVERIES": 1_000_001}}, ["must be at most 1,000,000"]),
         ({"OPTIONS": {"CONCURRENCY": 0}}, ["must be greater than zero"]),
