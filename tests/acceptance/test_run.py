@@ -19,7 +19,13 @@ from django.db import connection, transaction
 
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.management.commands import _run
-from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage, Worker
+from django_txmsg.models import (
+    DeadLetter,
+    InboxMessage,
+    OutboxMessage,
+    Schedule,
+    Worker,
+)
 from django_txmsg.monitoring import retention
 from django_txmsg.runtime.thread_group import start_daemon
 from django_txmsg.sending.outbox import send_message
@@ -73,14 +79,17 @@ def code(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
     """Return a function that starts `txmsg run` with the service's code, and with
-    further brokers."""
+    further brokers. `dispatch` is the setting DISPATCH_ON_COMMIT."""
 
-    def start(*options: str, **brokers: dict[str, str]) -> ManageProcess:
+    def start(
+        *options: str, dispatch: str = "off", **brokers: dict[str, str]
+    ) -> ManageProcess:
+        settings = {"BROKERS": BROKERS | brokers, "DISPATCH_ON_COMMIT": dispatch}
         process = manage(
             "txmsg",
             "run",
             *options,
-            txmsg={**IMPATIENT, "BROKERS": BROKERS | brokers},
+            txmsg=IMPATIENT | settings,
             hook="service_of_a_test.declare",
             env={"PYTHONPATH": str(code.parent), "PYTHONDONTWRITEBYTECODE": "1"},
         )
@@ -135,6 +144,26 @@ def test_stored_messages_reach_the_topics_stages_at_the_first_start(
     process = run()
     for one in sent:
         process.wait_for_line(rf"tests\.run: processed in \d+ ms  {one.id}")
+    process.terminate()
+    process.succeed()
+
+
+def test_overdue_ticks_reach_the_topics_stages_at_the_first_start(
+    run: Callable[..., ManageProcess], code: Path
+) -> None:
+    """The new release adds the first stage of the topic to which it sends a recurring
+    message. The process sends that message right after it has stored it."""
+    on_a_topic(code)
+    tick = '    every("0 0 * * *", "topic:tests.run", tz="UTC", missed="all")\n'
+    imported = "from django_txmsg import RedeliveryPolicy, stage"
+    text = code.read_text().replace(imported, imported + ", every")
+    code.write_text(text + tick)
+    Schedule.objects.create(
+        service="tests", name="topic:tests.run", timing="0 0 * * * UTC",
+        last_tick=ago(days=3),
+    )  # fmt: skip
+    process = run(dispatch="thread")
+    wait_until(lambda: effects("first") >= 3, message=lambda: process.output)
     process.terminate()
     process.succeed()
 

@@ -30,6 +30,7 @@ from ...monitoring.databases import with_only_queues, with_tables
 from ...monitoring.retention import Pruner
 from ...relaying.relay import Relay
 from ...runtime.thread_group import ThreadGroup
+from ...scheduling.time_loop import keeping_time
 from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
 from ..terminal import SEARCHED, printable, require_tables, say
@@ -207,19 +208,19 @@ class Service:
         self.relay = Relay(list(databases), list(brokers))
         self.consumer = Consumer(stages)
         self._group = ThreadGroup(self.stop)
-        self._group.add("txmsg-relay", self._relay)
+        self._group.add("txmsg-relay", self._send)
         self._group.add("txmsg-consumer", self._consume)
         self._time_loops = [
             Timekeeper(databases), Deadlines(databases), Alerting(databases),
             Pruner([*databases, *with_only_queues()]),
         ]  # fmt: skip
-        for loop in self._time_loops:
-            loop.add_to(self._group)
 
-    def _relay(self) -> None:
-        # A topic keeps no message for a stage that has never subscribed.
+    def _send(self) -> None:
+        # A topic keeps no message for a stage that has never subscribed. Recurring
+        # messages and time-outs may be sent after their commit, without the relay.
         self.consumer.wait_for_subscriptions(SUBSCRIBING)
-        self.relay.run()
+        with keeping_time(self._time_loops, self.stop):
+            self.relay.run()
 
     def _consume(self) -> None:
         self.consumer.run()
