@@ -218,6 +218,19 @@ def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
     assert error.hung_up
 
 
+def test_a_closing_text_that_is_not_utf8_is_an_outcome(
+    rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
+) -> None:
+    """RabbitMQ cuts the reason for which it closes a connection after 252 bytes, also
+    in the middle of a character."""
+    session = opened(rabbitmq_amqp.url())
+    assert session.send([Outgoing(destination, {}, b"1")]) == [None]
+    rabbitmq.control("close_all_connections", "so" + "\N{SNOWMAN}" * 100)
+    (error,) = session.send([Outgoing(destination, {}, b"2")])
+    assert isinstance(error, DispatchUnknown)
+    assert error.hung_up
+
+
 def test_queue_declared_concurrently_is_used_as_it_is(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:

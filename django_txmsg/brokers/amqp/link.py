@@ -169,6 +169,12 @@ class ChannelClosed(Exception):
         self.channel, self.code, self.text = channel, code, text
 
 
+#: Errors after which a connection is lost. struct.error and ValueError come from
+#: frames that cannot be read: RabbitMQ cuts the text of its reason to close the
+#: connection after 252 bytes, also in the middle of a character.
+LOST = (amqp.AMQPError, OSError, struct.error, ValueError)
+
+
 class _Connection(amqp.Connection):  # type: ignore[misc]
     """py-amqp's connection, with our transport and frame parser."""
 
@@ -242,7 +248,7 @@ class Link:
                 yield
             except ChannelClosed:
                 raise
-            except (amqp.AMQPError, OSError, struct.error, ValueError) as error:
+            except LOST as error:
                 self.transport.close()
                 raise BrokerUnavailable(error_text(error)) from error
 
@@ -311,7 +317,7 @@ class Link:
         """Return the reason why the broker has blocked this connection, or "" if the
         connection is not blocked. This hides errors of the connection, so call it only
         just before you close the connection."""
-        with contextlib.suppress(*_LOST):
+        with contextlib.suppress(*LOST, ChannelClosed):
             self.hear()
         return self.blocked
 
@@ -320,7 +326,7 @@ class Link:
         with self.owned:
             self.patience = self.options.close_timeout
             self._closing = True
-            with contextlib.suppress(*_LOST):
+            with contextlib.suppress(*LOST, ChannelClosed):
                 # The broker does not read a blocked connection, so a close would get no
                 # answer.
                 if self.transport.connected and not self.blocked:
@@ -378,10 +384,6 @@ class _Partial:
             self.pieces.append(payload)
             self._missing -= len(payload)
         return self._missing <= 0
-
-
-#: Methods that end a connection or a channel.
-_LOST = (amqp.AMQPError, OSError, struct.error, ValueError, ChannelClosed)
 
 
 def error_text(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from ...errors import (
 )
 from .. import refusals
 from .frames import Ready
-from .link import PUBLISHING, ChannelClosed, Link, error_text
+from .link import LOST, PUBLISHING, ChannelClosed, Link, error_text
 
 #: Most bytes written at once.
 COALESCED = 64 * 1024
@@ -88,7 +88,7 @@ class Publisher:
             except ChannelClosed as closed:
                 error = self._closed(closed)
                 hung_up = isinstance(error, DispatchUnknown)
-            except (BrokerUnavailable, amqp.AMQPError, OSError, struct.error) as lost:
+            except (BrokerUnavailable, *LOST) as lost:
                 # A broker that blocks the connection or does not answer has not hung
                 # up.
                 silent = isinstance(lost, TimeoutError)
