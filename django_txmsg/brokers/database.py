@@ -266,6 +266,7 @@ class DatabaseSession(Session):
 
         try:
             self._ask(settle)
+            self._forget(acks)
             self._tell()
         finally:
             self._enlisted = []
@@ -380,14 +381,17 @@ class DatabaseSession(Session):
         acked, self._acked, self._acked_at = self._acked, [], time.monotonic()
         if acked:
             self._ask(lambda: self._delete(acked))
+            self._forget(acked)
 
     def _delete(self, deliveries: Sequence[Delivery]) -> int:
         if not deliveries:
             return 0
-        ids = [delivery.handle for delivery in deliveries]
-        count = self._rows.remove(ids, self._token)
-        self._hold(dict.fromkeys(ids))
-        return count
+        return self._rows.remove([one.handle for one in deliveries], self._token)
+
+    def _forget(self, deliveries: Sequence[Delivery]) -> None:
+        """Record that deliveries are no longer held. Call this after the commit of
+        their deletion: if the commit fails, `close()` must release them."""
+        self._hold(dict.fromkeys(one.handle for one in deliveries))
 
     def _hold(self, sizes: Mapping[int, int | None]) -> None:
         """Record the sizes of the messages that this session holds, by primary key. If

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 
 from django_txmsg import Refuse, outbox_session, signals, wire
 from django_txmsg.brokers.base import Delivery
@@ -190,6 +190,29 @@ def test_a_broker_that_died_before_the_database_commit_costs_nothing(
         assert waiting(stage.destination) == 0
     assert Effect.objects.count() == 1
     assert not Attempt.objects.exists()
+
+
+@pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
+def test_delivery_is_due_at_once_after_the_broker_refused_its_commit(mode: Any) -> None:
+    refused: list[str] = []
+
+    def refuse(execute: Any, sql: str, *rest: Any) -> Any:
+        if not refused and sql.startswith("INSERT") and "queuemessage" in sql:
+            refused.append(sql)
+            raise OperationalError("refused")
+        return execute(sql, *rest)
+
+    with declared(Script(), transaction=mode) as stage:
+        send(stage.destination)
+        with (
+            connections["other"].execute_wrapper(refuse),
+            pytest.raises(BrokerUnavailable),
+        ):
+            step(stage)
+        assert refused
+        step(stage)
+        assert waiting(stage.destination) == 0
+    assert waiting("tests.next") == 1
 
 
 class LostCommit:
