@@ -24,7 +24,7 @@ from typing import Any
 from django.db import OperationalError, connections
 
 from ..django_internals import in_block, in_testcase, raw
-from ..envelope.failure import text_of
+from ..envelope.failure import is_interrupt, text_of
 from ..envelope.handler import Handler
 from ..envelope.message import Message, should_end
 from ..errors import StageStopped, StageTimedOut
@@ -104,14 +104,15 @@ def timed(stage: Stage, seconds: float) -> Handler:
                 stack.enter_context(connections[alias].execute_wrapper(limit))
             _watch().add(limit)
             try:
-                result = handler(message)
-            except (OperationalError, CancelledError) as error:
-                if limit.passed and _is_cancelled(error):
+                try:
+                    result = handler(message)
+                finally:
+                    limit.end()
+                    _watch().remove(limit)
+            except BaseException as error:
+                if limit.explains(error):
                     raise limit.error() from error
                 raise
-            finally:
-                limit.end()
-                _watch().remove(limit)
         if limit.passed:
             raise limit.error()
         return result
@@ -157,6 +158,14 @@ class Deadline:
         """End the execution now, as if its deadline had passed. The error of the
         attempt gives `why` as the reason."""
         self._stopped, self.due = why, time.monotonic()
+
+    def explains(self, error: BaseException) -> bool:
+        """Return whether the attempt must fail with the deadline's error instead of
+        `error`. After an operator's stop, this is true for every error: the handler may
+        have replaced the error of its cancelled query."""
+        if self._stopped is not None:
+            return not (isinstance(error, StageStopped) or is_interrupt(error))
+        return self.passed and _is_cancelled(error)
 
     def error(self) -> StageTimedOut | StageStopped:
         """Return the error with which the attempt fails."""
@@ -235,12 +244,11 @@ def _cancel(connection: Any) -> None:
             driver.cancel()
 
 
-def _is_cancelled(error: OperationalError | CancelledError) -> bool:
-    return (
-        isinstance(error, CancelledError)
-        or database_health.sqlstate(error) == _CANCELLED
-        or text_of(error) == "interrupted"
-    )
+def _is_cancelled(error: BaseException) -> bool:
+    if not isinstance(error, OperationalError):
+        return isinstance(error, CancelledError)
+    code = database_health.sqlstate(error)
+    return code == _CANCELLED or text_of(error) == "interrupted"
 
 
 #: The deadline of the running handler, at a stage with a time-out.

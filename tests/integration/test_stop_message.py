@@ -12,7 +12,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections
 
-from django_txmsg import Message, Refuse
+from django_txmsg import Message, Redeliver, Refuse
 from django_txmsg.consuming import deadline
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.errors import StageStopped, StageTimedOut
@@ -164,6 +164,29 @@ def test_others_of_its_batch_and_other_stages_go_on() -> None:
     assert stopped == [False, False, True]
     assert sorted(Effect.objects.values_list("name", flat=True)) == ["a", "b"]
     assert StageStopped.__name__ in DeadLetter.objects.get().exception
+
+
+class ImportFailed(BaseException):
+    """A handler's own error. It is not a subclass of `Exception`."""
+
+
+@pytest.mark.parametrize("error", [ValueError(), ImportFailed(), Redeliver(0)])
+def test_message_is_dead_if_its_handler_replaces_the_error_of_the_stop(
+    error: BaseException,
+) -> None:
+    def handler(message: Message) -> None:
+        deadline.stop(one.name, message.id, "wrong file")
+        try:
+            effect(message)
+        except Exception as stopped:
+            raise error from stopped
+
+    with declared(handler, timeout=60.0) as one:
+        put(one.destination)
+        step(one)
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("refused", 1)
+    assert letter.exception.endswith(": wrong file")
 
 
 def test_a_stopped_message_runs_again_when_it_is_redelivered() -> None:
