@@ -588,10 +588,12 @@ def test_open_block_on_another_connection_ends_with_its_message() -> None:
         transaction.set_autocommit(False, using="other")
         Effect.objects.using("other").create(name="left", message_id="")
 
-    with txmsg(), declared(handler) as stage, running(stage):
+    # The open block fails the attempt, so without redeliveries each message runs once.
+    once = RedeliveryPolicy(max_redeliveries=0)
+    with txmsg(), declared(handler, redelivery=once) as stage, running(stage):
         for _ in range(2):
             put(stage.destination)
-        wait_until(lambda: len(found) == 2)
+        wait_until(lambda: DeadLetter.objects.count() == 2)
 
     assert found == [True, True]
     assert not Effect.objects.using("other").exists()
