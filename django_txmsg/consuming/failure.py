@@ -79,7 +79,13 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
         attempt = inbox.start_again(record.id, arrival.token)
         arrival.record = record.attempted(attempt)
         return None if attempt else Duplicate()
-    noted = stage.policy.mode == "broker" and arrival.parked is None
+    noted = (
+        stage.policy.mode == "broker"
+        and arrival.parked is None
+        # At an ordered stage the copy would go to the end of the queue. If the messages
+        # behind this one in the order fill the stage, it no longer receives.
+        and arrival.turn is None
+    )
     if noted:
         note()  # first: a kill after the hand-back must not lose the attempt's error
         mode.put_aside(arrival)

@@ -14,6 +14,7 @@ from django.test import Client
 from django_txmsg import health, metrics
 from django_txmsg.consuming import limits, ordering
 from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import InboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import alarms, status
@@ -101,6 +102,31 @@ def test_a_full_stage_takes_one_message_now_and_then(
             wait_until(lambda: Effect.objects.count() == 13, deadline=60)
             full = StageState.objects.filter(full_since__isnull=False)
             wait_until(lambda: not full.exists(), deadline=60)
+
+
+def test_a_full_stage_processes_a_failed_message_of_mode_broker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first message of a key fails once, and its followers fill the stage. The next
+    attempt does not depend on a message that the stage must receive."""
+    monkeypatch.setattr(limits, "FIRST_PAUSE", 600.0)
+
+    def handler(message: Message) -> None:
+        if message.body == 0 and message.delivery_attempt == 1:
+            raise ValueError
+        effect(message)
+
+    policy = RedeliveryPolicy(mode="broker", initial_delay=0.0)
+    with (
+        txmsg(ORDER_MAX_WAITING=2),
+        declared(handler, ordered="block", redelivery=policy) as stage,
+    ):
+        one, two, three = (uuid.uuid4() for _ in range(3))
+        put(stage.destination, b"0", headers("k", one, None))
+        put(stage.destination, b"1", headers("k", two, one))
+        put(stage.destination, b"2", headers("k", three, two, 1))
+        with running(stage):
+            wait_until(lambda: Effect.objects.count() == 3, deadline=60)
 
 
 def test_a_full_stage_pauses_longer_each_time() -> None:

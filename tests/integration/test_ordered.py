@@ -546,10 +546,7 @@ def test_nothing_passes_one_of_its_key_that_is_open_here(mode: Any) -> None:
             InboxMessage.objects.filter(waits_for__isnull=False).update(due_at=Now())
             step(stage, times=2)
             assert effects() == []
-            if mode == "broker":
-                QueueMessage.objects.update(available_at=Now())
-            else:
-                InboxMessage.objects.filter(waits_for=None).update(due_at=Now())
+            InboxMessage.objects.filter(waits_for=None).update(due_at=Now())
             step(stage)
             due_now()
             settle(stage, 2)
