@@ -17,7 +17,7 @@ from django.db import Error, connections, transaction
 
 from .. import tracing
 from ..django_internals import must_roll_back, raw, under_savepoint
-from ..errors import DecodeError
+from ..errors import DecodeError, NewerCodeNeeded
 from ..models.inbox_arrival import InboxRecord
 from ..runtime import database_health
 from . import decoding, failure, inbox, ordering, protocol
@@ -223,6 +223,9 @@ class _Batch:
             elif record.id not in self._locked:
                 self.alone.append(arrival)  # a copy settled it
         for (arrival, record), reason, duration in self._failed:
+            if isinstance(reason, NewerCodeNeeded):
+                self._note(arrival, failure.unreadable(arrival, reason))
+                continue
             again = arrival.inbox.start_again(record.id)
             arrival.count(record.attempted(again))
             self._note(arrival, failure.failed(arrival, reason, duration))

@@ -45,7 +45,6 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
     redelivery).
     """
     message, stage, mode = arrival.message, arrival.stage, arrival.mode
-    mode.roll_back(arrival)
     close_broken(arrival.using)
     inbox = arrival.inbox
     if arrival.record is None:

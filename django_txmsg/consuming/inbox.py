@@ -144,19 +144,17 @@ def _worked(arrival: Arrival) -> Outcome:
                 # The message itself may crash the server.
                 arrival.count_again(error)
                 raise
+            mode.roll_back(arrival)
             if _is_crowded_out(arrival, error):
-                mode.roll_back(arrival)
                 raise
             if mode.is_turned_away(error):
                 # A destination of the stage takes no messages now: not the message's
                 # fault.
-                mode.roll_back(arrival)
                 _given_back(arrival)
                 raise
             if conflicts.mends(error):
                 # Not the message's fault, so no attempt is counted: retried at once,
                 # then at growing intervals.
-                mode.roll_back(arrival)
                 if arrival.stop.wait(conflicts.pause):
                     return _given_back(arrival)
                 _read(arrival)

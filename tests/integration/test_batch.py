@@ -12,6 +12,7 @@ from django.db import OperationalError, connection, transaction
 from django_txmsg import Refuse
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
+from django_txmsg.errors import NewerCodeNeeded
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message, send_messages
@@ -102,6 +103,22 @@ def test_a_refusing_member_is_buried_alone() -> None:
         step(stage)
     assert effects() == ["0", "2"]
     assert DeadLetter.objects.get().reason == "refused"
+
+
+def test_member_whose_handler_needs_newer_code_waits_alone() -> None:
+    def handler(message: Message) -> None:
+        effect(message)
+        if message.body == 1:
+            raise NewerCodeNeeded("tests.Newer", 2, 1)
+
+    with declared(handler, batch=10) as stage:
+        send_many(stage.destination, [0, 1, 2])
+        step(stage)
+    assert effects() == ["0", "2"]
+    row = InboxMessage.objects.get(processed_at=None)
+    assert (row.needs_type, row.needs_version) == ("tests.Newer", 2)
+    assert row.attempts == 0
+    assert not DeadLetter.objects.exists()
 
 
 def test_batch_drops_duplicates_of_its_own_and_of_earlier_ones() -> None:

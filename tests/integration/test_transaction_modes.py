@@ -25,6 +25,7 @@ from django_txmsg.errors import (
     DestinationUnavailable,
     DispatchUnknown,
     InvalidMessage,
+    NewerCodeNeeded,
 )
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.fields import clock
@@ -154,6 +155,25 @@ def test_a_raising_handler_sends_nothing_and_leaves_nothing(mode: Any) -> None:
     assert waiting("tests.next") == 0
     assert not Effect.objects.exists()
     assert DeadLetter.objects.count() == 1
+
+
+@pytest.mark.parametrize("mode", TRANSACTION_MODES)
+def test_an_attempt_that_needs_newer_code_sends_nothing(mode: TransactionMode) -> None:
+    """The same session then commits the work of the next message."""
+
+    def handler(message: Message) -> None:
+        send_message("tests.next", message.body)
+        if message.body == "new":
+            raise NewerCodeNeeded("tests.Newer", 2, 1)
+
+    with declared(handler, transaction=mode) as stage:
+        for body in ("new", "old"):
+            send(stage.destination, body)
+        step(stage, times=3)  # one of them with the parked message again
+        ship()
+        assert waiting(stage.destination) == 0
+    assert [json.loads(one.body) for one in drained("tests.next")] == ["old"]
+    assert InboxMessage.objects.get(needs_version=2).attempts == 0
 
 
 def test_broker_only_leaves_the_database_to_the_handler() -> None:
