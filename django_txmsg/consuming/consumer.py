@@ -327,9 +327,8 @@ class Consumer:
         return self._stop.is_set()
 
     def _all_done(self) -> bool:
-        """Return whether nothing is left to do: the last query of every stage that is
-        not paused found no message, no thread has worked for a while, and no bulk
-        operation is running.
+        """Return whether nothing is left to do: no stage expects a delivery, no thread
+        has worked for a while, and no bulk operation is running.
 
         Raises an error if a stage cannot use its broker or its database.
         """
@@ -343,8 +342,7 @@ class Consumer:
             if away is not None:
                 raise away
         all_queried = all(
-            (thread.dry or thread.paused.is_set()) and not thread.on_parked
-            for thread in self.threads
+            thread.receives_nothing and not thread.on_parked for thread in self.threads
         )
         return (
             all_queried

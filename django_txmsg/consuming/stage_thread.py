@@ -262,6 +262,14 @@ class StageThread:
         prevented = self.paused.is_set() or subscription.error is not None
         return subscription.session is None and not prevented
 
+    @property
+    def receives_nothing(self) -> bool:
+        """Whether no delivery is expected now: the last query of the broker got none,
+        the stage is paused, or too many of its messages wait."""
+        full = self.room is not None and self.room.full
+        subscribed = self._subscription.session is not None
+        return self.dry or self.paused.is_set() or (full and subscribed)
+
     def has_received(self, seconds: float) -> bool:
         """Return whether the stage can be assumed to have received everything that was
         in its queue: the queue is empty, or the stage has been subscribed for
@@ -296,16 +304,15 @@ class StageThread:
             session.ping()
             self._work(session, self._subscription.held)
             return
-        admitted = self.room is None or self.room.admits()
-        at_once = admitted and not self._parking.comes_first()
-        first = session.receive(0) if at_once else None
+        # A full stage seldom admits a delivery, so only a turn that receives one asks.
+        admitted = not self._parking.comes_first() and self._admits()
+        first = session.receive(0) if admitted else None
         if first is None and self._work_parked(session):
             self._parking.had_its_share()
             return
-        if not admitted:
+        if not (admitted or self._admits()):
             # Prefetched deliveries are kept: a redelivery would count against the
             # delivery limit of some brokers.
-            self.dry = True
             self._stopping.wait(min(0.5, self._settings.CONSUME.POLL_INTERVAL))
             return
         self._parking.had_its_turn()
@@ -334,6 +341,9 @@ class StageThread:
             self._work(session, deliveries)
             if self._throttle.on:
                 self._stopping.wait(self._settings.CONSUME.THROTTLE_PAUSE)
+
+    def _admits(self) -> bool:
+        return self.room is None or self.room.admits()
 
     def _work(self, session: Session, deliveries: Sequence[Delivery]) -> None:
         arrivals_ = [self._arrival(session, delivery) for delivery in deliveries]

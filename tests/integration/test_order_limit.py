@@ -13,6 +13,7 @@ from django.test import Client
 
 from django_txmsg import health, metrics
 from django_txmsg.consuming import limits, ordering
+from django_txmsg.consuming.consumer import Consumer, wake_for_parked
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import InboxMessage, StageState
@@ -21,7 +22,15 @@ from django_txmsg.monitoring import alarms, status
 from django_txmsg.stages import Stage
 from tests.app.models import Effect
 from tests.faults import wait_until
-from tests.running import committing, declared, put, running, step, txmsg
+from tests.running import (
+    committing,
+    declared,
+    put,
+    running,
+    step,
+    thread_of,
+    txmsg,
+)
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -78,7 +87,7 @@ def test_full_stage_stops_receiving_and_resumes_when_there_is_room(
         chain(stage, 20, body)
         with running(stage, concurrency=2, room=limits.Room(stage)) as threads:
             wait_until(full.exists, deadline=60)
-            wait_until(lambda: all(thread.dry for thread in threads), deadline=60)
+            wait_until(lambda: all(one.receives_nothing for one in threads))
             # Each of its threads may have been processing one message more.
             assert 8 <= waiting() <= 12
             assert QueueMessage.objects.filter(queue=stage.destination).exists()
@@ -102,6 +111,67 @@ def test_a_full_stage_takes_one_message_now_and_then(
             wait_until(lambda: Effect.objects.count() == 13, deadline=60)
             full = StageState.objects.filter(full_since__isnull=False)
             wait_until(lambda: not full.exists(), deadline=60)
+
+
+def test_a_full_stage_does_not_miss_a_message_of_its_queue_after_a_restart() -> None:
+    """The missing predecessor is still in the queue, and the stage was not able to read
+    the queue since its start. So the predecessor is not lost."""
+    with declared(effect, ordered="skip") as stage:
+        first = chain(stage, 2)
+        step(stage, times=2)
+        assert waiting() == 2
+        put(stage.destination, b"0", headers("stuck", first, None))
+        with txmsg(ORDER_MAX_WAITING=1):
+            room = limits.Room(stage)
+            thread = thread_of(stage, room=room)
+            for _ in range(3):
+                InboxMessage.objects.filter(waits_for__isnull=False).update(
+                    waits_since=Now() - timedelta(hours=1), due_at=Now()
+                )
+                wake_for_parked([thread])
+                thread._step()
+            assert waiting() == 2
+            assert room.full
+
+            def all_done() -> bool:
+                passes(room)
+                thread._step()
+                return Effect.objects.count() == 3
+
+            wait_until(all_done)
+            thread._close()
+    assert Effect.objects.earliest("id").name == "0"
+
+
+def test_parked_messages_use_up_no_permission_to_receive() -> None:
+    """A full stage processes messages that their predecessors have released. It may
+    still receive one message afterwards."""
+    with declared(effect, ordered="block") as stage:
+        chain(stage, 4)
+        step(stage, times=4)
+        with txmsg(ORDER_MAX_WAITING=1):
+            room = limits.Room(stage)
+            thread = thread_of(stage, room=room)
+            room.look()
+            assert room.full
+            InboxMessage.order.let_go(stage.name, "stuck", link="txmsg-after")
+            thread.parked_due.set()
+            passes(room)
+            for _ in range(4):
+                thread._step()
+            thread._close()
+        assert Effect.objects.count() == 4
+        assert room.admits()
+
+
+def test_a_full_stage_does_not_keep_a_consumer_running_that_runs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "FIRST_PAUSE", 10.0)
+    with txmsg(ORDER_MAX_WAITING=2), declared(effect, ordered="block") as stage:
+        chain(stage, 4)
+        Consumer([stage]).run(once=True)
+        assert 2 <= waiting() < 4
 
 
 def test_a_full_stage_processes_a_failed_message_of_mode_broker(
