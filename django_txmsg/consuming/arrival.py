@@ -69,8 +69,8 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The worker is stopping. The delivery is not acknowledged, so the broker delivers
-    it again."""
+    """The worker is stopping, or the stage is paused. The delivery is not acknowledged,
+    so the broker delivers it again."""
 
 
 Outcome = (
@@ -115,6 +115,8 @@ class Arrival:
     parked: Parked | None = None
     token: uuid.UUID | None = None
     woken: threading.Event = field(default_factory=threading.Event)
+    #: Whether the stage is paused.
+    paused: threading.Event = field(default_factory=threading.Event)
 
     #: Its reading. Read again for each attempt, since a handler may change the object.
     message: Message = field(init=False)

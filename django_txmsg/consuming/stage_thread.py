@@ -35,7 +35,7 @@ from ..runtime.connections import leave_blocks, open_caches, recycle
 from ..runtime.liveness import Activity
 from ..stages import Stage
 from . import coroutines, decoding, modes, rates
-from .arrival import Arrival, Outcome, Postponed, to_acknowledge
+from .arrival import Arrival, Interrupted, Outcome, Postponed, to_acknowledge
 from .limits import Allowance, Room, Throttle
 from .stage_middleware import prepared
 from .subscription import Subscription
@@ -363,6 +363,8 @@ class StageThread:
             self._note(outcome)
             if self.room is not None:
                 self.room.note(delivery, outcome)
+        if any(isinstance(one, Interrupted) for one in outcomes):
+            self._close()  # also if the pause has ended meanwhile
 
     def _decided(self, arrivals: Sequence[Arrival]) -> list[Outcome] | None:
         """Process arrivals, and return their outcomes. While the database is
@@ -452,6 +454,7 @@ class StageThread:
             parked=parked,
             token=None if parked is None else self._parking.token,
             woken=self._parking.woken,
+            paused=self.paused,
         )
 
     def _note(self, outcome: Outcome) -> None:

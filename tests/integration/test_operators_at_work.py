@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -19,6 +19,7 @@ from django_txmsg.dead_letters import bulk, burial
 from django_txmsg.dead_letters.burial import bury_unread
 from django_txmsg.envelope.failure import Failure
 from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import (
     BulkOperation,
@@ -41,7 +42,7 @@ from tests.integration.test_ordered import (
     settle,
     taken,
 )
-from tests.running import committing, declared, step, thread_of
+from tests.running import committing, declared, put, step, thread_of
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -181,6 +182,48 @@ def test_a_paused_stage_runs_nothing_more_that_is_parked_while_its_broker_is_awa
         thread._turn()
         assert len(ran) == 1
         assert InboxMessage.objects.filter(due_at__isnull=False).count() == 2
+
+
+@pytest.mark.parametrize("parked", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("mode", ["outbox", "broker_only"])
+def test_a_pause_ends_the_attempts_of_blocking_redelivery(
+    mode: Any, parked: bool, resumed: bool
+) -> None:
+    """The stage is paused during an attempt that fails. The next attempt is made after
+    the pause, even if the pause ends before the thread has noticed it."""
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        if len(attempts) == 1:
+            thread.paused.set()
+        if len(attempts) < 3:
+            raise ValueError
+
+    policy = RedeliveryPolicy(mode="blocking", initial_delay=0.0, max_redeliveries=3)
+    with declared(handler, transaction=mode, redelivery=policy) as stage:
+        if parked:
+            make.InboxMessageFactory(stage=stage.name, parked=True)
+            InboxMessage.objects.update(due_at=Now())
+        else:
+            put(stage.destination)
+        thread = thread_of(stage)
+        thread.parked_due.set()
+        thread._step()
+        assert len(attempts) == 1
+        if not resumed:
+            thread._turn()
+        thread.paused.clear()
+
+        def processed() -> bool:
+            thread.parked_due.set()
+            thread._turn()
+            return InboxMessage.objects.filter(processed_at__isnull=False).exists()
+
+        wait_until(processed)
+        thread._close()
+    assert attempts == ([2, 3, 4] if parked else [1, 2, 3])
 
 
 @pytest.mark.postgresql
