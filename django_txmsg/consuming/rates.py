@@ -83,7 +83,9 @@ def _waiting(arrival: Arrival) -> Outcome | None:
 
     A message that has expired takes no slot, and None is returned. A message that
     expires before its slot takes no slot either, and is parked until it expires.
-    Otherwise a long queue would use up the slots with messages that never run.
+    Otherwise a long queue would use up the slots with messages that never run. An
+    expired message may use a slot that this thread has reserved: a thread reserves
+    slots only if far more of them are due.
     """
     stage, key, parked = arrival.stage, _key(arrival), arrival.parked
     assert stage.rate is not None
