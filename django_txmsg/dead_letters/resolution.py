@@ -106,12 +106,8 @@ def revoked_why(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) 
     or the flow got `Dead` as the answer. A stage's request is revoked with that answer.
     A request that never reached a stage has no inbox row that says so.
     """
-    given = letter.headers
-    until = wire.expires(wire.conversation(given))
-    gone_on = until is not None and until <= now
-    if not letter.stage and wire.is_request(given) and wire.UNDOES not in given:
-        discarded = letter.resolution == Resolution.DISCARDED
-        gone_on = gone_on or discarded or letter.reason == "rejected"
+    until = wire.expires(wire.conversation(letter.headers))
+    gone_on = (until is not None and until <= now) or letter.given_up
     if not gone_on and (row is None or row.revoked_at is None):
         return ""
     return (

@@ -18,7 +18,7 @@ from ..models import Run
 from ..models.fields import clock
 from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address
-from ..sending.undoing import was_done, was_revoked
+from ..sending.undoing import given_up, revoke
 from . import joining
 from .declaration import Declaration
 from .going import Going, late
@@ -127,26 +127,29 @@ def _cancelled(declared: Declaration, message: Message) -> None:
     runs = Run.objects.db_manager(declared.using)
     # Only a flow sends HOP. The sender of any other cancel waits for no answer: the
     # address is that of the run's caller. A run that has begun answers the caller
-    # itself. If the run's first message was revoked before, the caller has an answer.
+    # itself. If the run's first message was revoked before, or a relay gave it up, the
+    # caller has an answer.
     ours = wire.HOP not in given
-    by_name = declared.name, declared.using
+    name, using = declared.name, declared.using
     # Without a row, it only waits for its first message, which may never come.
-    answered = (
-        runs.filter(run_id=undone.request_id).exists()
-        or (ours and was_revoked(undone, *by_name))
-        or was_done(undone, declared.name, *by_name)
-    )
+    begun = undone.answered or runs.filter(run_id=undone.request_id).exists()
+    first = not begun and revoke(undone, name, name, using)
+    unanswered = first and not given_up(undone, name, using)
     run = runs.locked(undone.request_id)
     why = message.body.read(codecs.reader(Cancelled))
-    caller = None if ours and answered else Address.of(given)
+    caller = Address.of(given) if unanswered or not ours else None
     if run is not None and run.outcome == Outcome.HANDED_OVER:
         assert run.request_id is not None
         assert run.ended_at is not None
         called = wire.Undone(run.request_id, run.ended_at, undone.answered)
         if ours:
             # Its successor has the same caller. Each cancel has the address, because
-            # another one may never arrive. The first that arrives sends the answer.
-            given = {wire.FLOW: str(run.first_run), **run.caller}
+            # another one may never arrive. The first that arrives sends the answer. But
+            # if a relay gave up the successor's first message, only this database may
+            # have the dead letter, and the caller has an answer.
+            given = {wire.FLOW: str(run.first_run)}
+            if not given_up(called, run.asked, using):
+                given |= run.caller
         headers = {**given, wire.UNDOES: str(called)}
         declared.send(why, headers, to=run.asked + wire.STEPS)
     elif run is None or run.ended_at is not None:

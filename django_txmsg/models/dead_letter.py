@@ -315,3 +315,11 @@ class DeadLetter(models.Model):
 
     def __str__(self) -> str:
         return f"{self.message_id} ({self.reason})"
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the requester got `Dead` before a stage had received the request. No
+        inbox row records that answer."""
+        asked = wire.is_request(self.headers) and wire.UNDOES not in self.headers
+        dead = self.resolution == Resolution.DISCARDED or self.reason == "rejected"
+        return not self.stage and asked and dead

@@ -117,7 +117,9 @@ class InboxManager(ArrivalManager, ParkingManager):
         its turn, stays in the order of its key: its followers must not overtake the
         predecessor. At its turn it expires.
 
-        If the message has already been processed, change nothing and return False.
+        If the message has already been processed, or was revoked before, change nothing
+        and return False. Of several transactions that revoke a message at the same
+        time, only one gets True.
         """
         connection = connections[self.db]
         now = now_sql(connection)
@@ -126,13 +128,12 @@ class InboxManager(ArrivalManager, ParkingManager):
         if self._changed(
             f"UPDATE {self._table} SET revoked_at = {now}, last_error = %s,"  # noqa: S608 - constants only
             f" headers = {merged}, lease_until = NULL, lease_token = NULL"
-            f" WHERE message_id = %s AND stage = %s AND {(_IN_ORDER & OPEN).sql()}",
+            f" WHERE message_id = %s AND stage = %s AND {(_IN_ORDER & OPEN).sql()}"
+            " AND revoked_at IS NULL",
             [REVOKED, json.dumps(_EXPIRED), message_id.hex, stage],
         ):
             return True
-        # A processed one keeps its values.
-        done = "CASE WHEN i.processed_at IS NULL THEN {} ELSE {} END"
-        (processed,) = self._row(
+        revoked = self._changed(
             f"""
             INSERT INTO {self._table} AS i
                 (stage, message_id, destination, correlation_id, service,
@@ -140,17 +141,17 @@ class InboxManager(ArrivalManager, ParkingManager):
                  dead_at, revoked_at, last_error)
             VALUES (%s, %s, %s, '', '', 0, 0, {now}, {now}, {now}, {now}, %s)
             ON CONFLICT (message_id, stage) DO UPDATE SET
-                dead_at = {done.format(f"COALESCE(i.dead_at, {now})", "NULL")},
-                revoked_at = {done.format(now, "NULL")},
-                last_error = {done.format("excluded.last_error", "i.last_error")},
+                dead_at = COALESCE(i.dead_at, excluded.dead_at),
+                revoked_at = excluded.revoked_at,
+                last_error = excluded.last_error,
                 {EMPTIED}
-            RETURNING processed_at
+            WHERE i.processed_at IS NULL AND i.revoked_at IS NULL
             """,  # noqa: S608 - constants only
             [stage, message_id.hex, destination, REVOKED],
         )
-        if processed is None:
+        if revoked:
             self.model.order.db_manager(self.db).wake(stage, [message_id])
-        return processed is None
+        return bool(revoked)
 
     def mark_dead(
         self,

@@ -74,6 +74,19 @@ def was_done(undone: wire.Undone, stage: str, destination: str, using: str) -> b
     """
     if undone.answered:
         return True
+    if revoke(undone, stage, destination, using):
+        return False
+    copies = _copies(undone, stage, using)
+    inbox = InboxMessage.objects.using(using).filter(message_id__in=list(copies))
+    return inbox.filter(stage=stage, processed_at__isnull=False).exists()
+
+
+def revoke(undone: wire.Undone, stage: str, destination: str, using: str) -> bool:
+    """Revoke a request to `destination`, and the edited copies of the request. Return
+    False if one of them was processed or revoked before.
+
+    Raises DecodeError, like `was_done()`.
+    """
     inbox = InboxMessage.objects.db_manager(using)
     days = conf.get().RETENTION.INBOX
     # An hour earlier than pruned: the requester's clock may be ahead of the database's.
@@ -88,20 +101,16 @@ def was_done(undone: wire.Undone, stage: str, destination: str, using: str) -> b
         )
     copies = _copies(undone, stage, using)
     revoked = [inbox.revoke(stage, one, destination) for one in copies]
-    return not all(revoked)
+    return all(revoked)
 
 
-def was_revoked(undone: wire.Undone, stage: str, using: str) -> bool:
-    """Return whether a request, or an edited copy of the request, was revoked before,
-    or was answered with `Dead` before it reached a stage."""
+def given_up(undone: wire.Undone, stage: str, using: str) -> bool:
+    """Return whether a request, or an edited copy of the request, was answered with
+    `Dead` before it reached the stage. That answer leaves no row in the inbox."""
     copies = list(_copies(undone, stage, using))
-    inbox = InboxMessage.objects.using(using).filter(message_id__in=copies)
-    if inbox.filter(stage=stage, revoked_at__isnull=False).exists():
-        return True
-    # That answer leaves no row in the inbox.
-    dead = Q(resolution=Resolution.DISCARDED) | Q(reason="rejected")
     letters = DeadLetter.objects.using(using).filter(message_id__in=copies, stage="")
-    return letters.filter(dead).exists()
+    found = letters.only("stage", "headers", "resolution", "reason")
+    return any(one.given_up for one in found)
 
 
 def undo_delays(
@@ -133,16 +142,21 @@ def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
     """
     undone = wire.Undone.parse(letter.headers[wire.UNDOES])
     inbox = InboxMessage.objects.db_manager(using)
+    first = True
     for stage in doing:
         for one in _copies(undone, stage, using):
-            inbox.revoke(stage, one)
+            first &= inbox.revoke(stage, one)
+        first &= not given_up(undone, stage, using)
     inbox.revoke(letter.stage, letter.message_id)
     address = Address.of(letter.headers)
-    if address is not None:
-        # Without HOP, it is the cancel of a run that has handed over. The address is
-        # that of the run's caller, who has asked for work.
-        answer = None if wire.HOP in letter.headers else Cancelled(IN_DOUBT)
-        address.send(answer, using=using, broker=letter.broker)
+    if address is None:
+        return
+    if wire.HOP in letter.headers:
+        address.send(None, using=using, broker=letter.broker)
+    elif first:
+        # It is the cancel of a run that has handed over. The address is that of the
+        # run's caller, who has asked for work, and has no answer yet.
+        address.send(Cancelled(IN_DOUBT), using=using, broker=letter.broker)
 
 
 def cancel(run: Run, why: str, using: str, broker: str) -> None:

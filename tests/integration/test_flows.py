@@ -924,6 +924,8 @@ class Packing(Flow[Pack, Reserved | Cancelled], name="shop.packing", within=HOUR
         if pack.how.startswith("another way"):
             how = pack.how.removeprefix("another way").strip() or "well"
             return self.hand_over(Packing, Pack(pack.number, how))
+        if pack.how == "abroad":
+            return self.hand_over(Abroad, pack)
         self.hurried = pack.how == "answer first"
         if pack.how == "void":
             self.undo(invoice_void, Reserve("1"))
@@ -942,6 +944,15 @@ class Packing(Flow[Pack, Reserved | Cancelled], name="shop.packing", within=HOUR
     @step
     def sealed(self) -> Next[Reserved | Cancelled]:
         return Reserved(f"box of {self.number}, {self.baggage.get('tenant')}")
+
+
+@shelved
+class Abroad(
+    Flow[Pack, Reserved | Cancelled], name="shop.abroad", within=None, using="other"
+):
+    @step
+    def start(self, pack: Pack) -> Next[Reserved | Cancelled]:
+        return Reserved("abroad")
 
 
 @shelved
@@ -1350,11 +1361,11 @@ def test_cancelling_a_run_without_caller_cancels_its_successor() -> None:
 
 
 @contextmanager
-def asked_by_another_system() -> Iterator[Run]:
+def asked_by_another_system(how: str = "another way") -> Iterator[Run]:
     """Yield a run that another system has asked, with a ticket, and that has handed
     over. The first message of the other run is not relayed yet."""
     with txmsg(REPLY_TO=["erp.in"]):
-        body, _, of = encoded(Packing.destination, Pack("7", "another way"))
+        body, _, of = encoded(Packing.destination, Pack("7", how))
         headers = {
             "content-type": wire.JSON,
             wire.TYPE: of,
@@ -1435,6 +1446,84 @@ def test_cancel_after_the_relay_buried_the_other_flow_sends_no_second_answer(
         cancel_now(run)
         drain(ahead=HOUR)
         assert answers_to_another_system() == [{"reason": reason}]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_cancel_revokes_the_copy_of_a_rejected_message_that_arrives_later() -> None:
+    with asked_by_another_system() as run:
+        row = OutboxMessage.objects.get(message_id=run.request_id)
+        reject_all()
+        cancel_now(run)
+        # The broker's answer to an earlier dispatch was lost.
+        headers = wire.headers_of(row, "tests", wire.format_instant(row.created_at))
+        put(row.destination, bytes(row.body), headers)
+        drain(ahead=HOUR)
+        assert Run.objects.get() == run
+        assert answers_to_another_system() == [{"reason": "rejected"}]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_cancel_of_a_rejected_flow_of_another_database_sends_no_second_answer() -> None:
+    with at_hand(Abroad), asked_by_another_system("abroad") as run:
+        reject_all()
+        with transaction.atomic():
+            cancel(run, "stop")
+        for name in ("shop.packing.steps", "shop.abroad.steps"):
+            ship()
+            take(stages.find([name])[0])
+        row = InboxMessage.objects.using("other").get(stage="shop.abroad")
+        assert row.revoked_at is not None
+        assert answers_to_another_system() == [{"reason": "rejected"}]
+        assert not OutboxMessage.objects.using("other").exists()
+
+
+def locked_out() -> int:
+    """Return how many database sessions wait for a lock."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_stat_clear_snapshot()")
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        )
+        return int(cursor.fetchone()[0])
+
+
+@pytest.mark.postgresql
+@pytest.mark.usefixtures("shipping")
+def test_two_cancels_at_once_of_a_run_that_handed_over_send_one_answer() -> None:
+    with asked_by_another_system() as run:
+        asked = OutboxMessage.objects.filter(message_id=run.request_id)
+        asked.update(due_at=F("due_at") + DAY)
+        for _ in range(2):
+            with transaction.atomic():
+                cancel(run, "stop")
+        ship()
+        steps = stages.find(["shop.packing.steps"])[0]
+        take(steps, 2)
+        ship()
+        with ExitStack() as workers:
+            with transaction.atomic():
+                # Both cancels wait for this row, which is then rolled back.
+                InboxMessage.objects.revoke("shop.packing", run.request_id)
+                workers.enter_context(running(steps, concurrency=2))
+                wait_until(lambda: locked_out() == 2)
+                transaction.set_rollback(True)
+            wait_until(lambda: not QueueMessage.objects.exists())
+        assert answers_to_another_system() == [{"why": "stop"}]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_discarded_cancels_in_doubt_of_a_run_that_handed_over_send_one_answer() -> None:
+    with asked_by_another_system() as run:
+        asked = OutboxMessage.objects.filter(message_id=run.request_id)
+        asked.update(due_at=F("due_at") + DAY)
+        Run.objects.update(ended_at=F("ended_at") - 15 * DAY)
+        cancel_now(run)
+        cancel_now(run)
+        assert DeadLetter.objects.filter(reason="undo_in_doubt").count() == 2
+        assert operate("discard") == 2
+        drain()
+        assert answers_to_another_system() == [{"why": "undo_in_doubt"}]
 
 
 @pytest.mark.usefixtures("shipping")
