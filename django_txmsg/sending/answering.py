@@ -162,7 +162,13 @@ def answer_dead(request: DeadLetter, reason: str, *, using: str) -> None:
         if wire.holds_back(headers[wire.TICKET]):
             address.send(Buried(reason), using=using, broker=broker)
         return
+    inbox = InboxMessage.objects.db_manager(using)
     if request.stage:
-        inbox = InboxMessage.objects.db_manager(using)
         inbox.revoke(request.stage, request.message_id)
+    else:
+        # If the run of a flow is cancelled before this first message reaches the flow,
+        # the cancel revokes the message and answers.
+        run = inbox.filter(message_id=request.message_id, stage=request.destination)
+        if run.filter(revoked_at__isnull=False).exists():
+            return
     address.send(Dead(reason), using=using, broker=broker)

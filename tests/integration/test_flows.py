@@ -1449,6 +1449,34 @@ def test_cancel_after_the_relay_buried_the_other_flow_sends_no_second_answer(
 
 
 @pytest.mark.usefixtures("shipping")
+def test_discard_of_the_other_flows_letter_after_a_cancel_sends_no_second_answer() -> (
+    None
+):
+    with asked_by_another_system() as run:
+        reject_all("broker")
+        cancel_now(run)
+        assert operate("discard") == 1
+        drain(ahead=HOUR)
+        assert answers_to_another_system() == [{"why": "stop"}]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_relay_that_rejects_the_other_flow_after_a_cancel_sends_no_second_answer() -> (
+    None
+):
+    with asked_by_another_system() as run:
+        asked = OutboxMessage.objects.filter(message_id=run.request_id)
+        asked.update(due_at=F("due_at") + DAY)
+        cancel_now(run)
+        ship()
+        asked.update(due_at=F("due_at") - DAY)
+        reject_all()
+        assert DeadLetter.objects.get().reason == "rejected"
+        drain(ahead=HOUR)
+        assert answers_to_another_system() == [{"why": "stop"}]
+
+
+@pytest.mark.usefixtures("shipping")
 def test_cancel_revokes_the_copy_of_a_rejected_message_that_arrives_later() -> None:
     with asked_by_another_system() as run:
         row = OutboxMessage.objects.get(message_id=run.request_id)
