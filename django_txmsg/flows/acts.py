@@ -26,7 +26,7 @@ from ..sending.undoing import IN_DOUBT, overtaken
 from . import sending
 from .declaration import Declaration, Step
 from .going import Going
-from .starting import ended
+from .starting import latest
 from .values import Dead, deadline_id
 
 #: The reason that a flow gets if an operator answers its request as failed.
@@ -160,13 +160,12 @@ def refused(name: str, run: Run) -> str:
     """Return the reason why an action is not possible for a run, or "" if the action is
     possible."""
     if run.outcome == Outcome.HANDED_OVER:
-        if name != "cancel":
-            to = f"run {run.request_id} of {run.asked}"
-        elif last := ended(run):
-            to = f"run {last.run_id} of {last.flow}, which has ended"
-        else:
+        last = latest(run) if name == "cancel" else None
+        why = refused(name, last) if last else ""
+        if name == "cancel" and not why:
             return ""
-        return f"Run {run.run_id} has handed over to {to}."
+        to = f"run {run.request_id} of {run.asked}"
+        return f"Run {run.run_id} has handed over to {to}. {why}".rstrip()
     if run.ended_at is not None or run.failing:
         how = "has ended" if run.ended_at else "is undoing its work"
         return (

@@ -218,11 +218,18 @@ def _late(run: Run) -> TimeoutError:
 def ended(run: Run) -> Run | None:
     """Return the run if the run has ended, else None. If the run has handed over to
     another run, check and return that run instead."""
+    found = latest(run)
+    return None if found is None or found.ended_at is None else found
+
+
+def latest(run: Run) -> Run | None:
+    """Return the current row of a run. If the run has handed over to another run,
+    return that run instead, or None if it is not in this database."""
     runs = Run.objects.using(run._state.db)
     found = runs.filter(run_id=run.run_id).first()
     while found is not None and found.outcome == Outcome.HANDED_OVER:
         found = runs.filter(run_id=found.request_id).first()
-    return None if found is None or found.ended_at is None else found
+    return found
 
 
 def _answer(flow: type[Flow[Any, Any]], run: Run) -> Any:

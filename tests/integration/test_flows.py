@@ -1589,8 +1589,22 @@ def test_operator_can_only_cancel_a_run_that_has_handed_over() -> None:
     )
     drain()
     assert failed(last) == {"why": "stop"}
-    with pytest.raises(FlowError, match=f"{last.run_id} of .*, which has ended"):
+    with pytest.raises(FlowError, match=f"Run {last.run_id} has ended"):
         acts.act("cancel", run, acts.Given(why="stop"))
+
+
+@pytest.mark.usefixtures("shipping")
+def test_operator_cannot_cancel_a_hand_over_whose_other_run_is_undoing_its_work() -> (
+    None
+):
+    with once_broken(stock_release, release, undoes=stock_reserve):
+        with transaction.atomic():
+            run = start(Packing, Pack("7", "another way answer first"))
+        drain(raises=False)
+        last = Run.objects.exclude(pk=run.pk).get()
+        assert last.failing
+        with pytest.raises(FlowError, match=f"Run {last.run_id} is undoing its work"):
+            acts.act("cancel", run, acts.Given(why="stop"))
 
 
 @pytest.mark.usefixtures("shipping")
