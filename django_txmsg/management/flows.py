@@ -140,13 +140,13 @@ class Command(BaseCommand):
             **{name: options[name] or "" for name in ("why", "value", "type", "to")}
         )
         chosen = list(found.only("run_id", "since"))
-        if options["dry_run"]:
-            self.stdout.write(f"{len(chosen)} to {action}.")
-            return
         if not (chosen or options["runs"]):
             raise CommandError("No run matches.")
         missing = set(options["runs"]) - {run.run_id for run in chosen}
         left = [f"No run {run_id} matches." for run_id in missing]
+        if options["dry_run"]:
+            self.stdout.write(f"{len(chosen)} to {action}.")
+            chosen = []
         for number, run in enumerate(chosen):
             if options["rate"] and number:
                 threading.Event().wait(1 / options["rate"])

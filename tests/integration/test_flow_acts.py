@@ -406,8 +406,11 @@ def test_acts_on_many_runs_need_a_choice_and_are_rated() -> None:
     for rate in ("nan", "0"):
         with pytest.raises(CommandError, match="greater than zero"):
             command("cancel", "--flow", "acts.trip", "--rate", rate)
-    with pytest.raises(CommandError, match="No run matches"):
-        command("cancel", "--flow", "acts.tirp")
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(CommandError, match="No run matches"):
+            command("cancel", "--flow", "acts.tirp", *more)
+        with pytest.raises(CommandError, match="No run 00000000"):
+            command("cancel", f"{0:032}", *more)
     assert audit() == []
 
     command("go-back", "--step", "approved", "--to", "paid", "--rate", "50")
