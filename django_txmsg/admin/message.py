@@ -31,6 +31,7 @@ from ..models.dead_letter import Resolution
 from ..models.fields import clock
 from ..models.monitoring import Deed
 from ..monitoring import turns
+from ..monitoring.dead import place
 from ..rules.dead_letters import resolver
 from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
@@ -240,6 +241,7 @@ class MessagePages(Pages):
             for letter in letters:
                 letter.order = turns.note(letter)
                 letter.by = resolver(letter.resolved_by)
+                letter.place = place(letter.stage, letter.destination, letter.reason)
                 if letter.resolution == Resolution.DISCARDED:
                     stage = letter.stage or letter.destination
                     row = next((o for o in inbox if o.stage == stage), None)

@@ -501,7 +501,9 @@ def test_dead_letter_of_the_broker_is_not_one_of_the_relay(
         shown = admin_client.get(
             reverse("admin:django_txmsg_message", args=[letter.message_id])
         )
-        assert f"</span> {place.split()[0]}</dd>" in shown.content.decode()
+        text = shown.content.decode()
+        assert f"</span> {place}</dd>" in text
+        assert ("The broker dead-lettered it" in text) == (reason == "broker")
     assert gauges("outbox_dead") == {("default", "mail.send"): 2}
 
 
