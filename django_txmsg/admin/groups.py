@@ -44,6 +44,9 @@ MOST_GROUPS = 200
 #: An error is marked as new if its first dead letter is not older.
 NEW = dt.timedelta(hours=1)
 
+#: Most dead letters of an error that are judged to find out whether it is new.
+MOST_JUDGED = 1000
+
 #: How long a mute may last, by the form's words; any other word: for ever.
 MUTES = {
     "1 hour": dt.timedelta(hours=1),
@@ -226,18 +229,17 @@ def _repeated(using: str, among: Collection[str], since: dt.datetime) -> set[str
 
     A dead letter has only the time of its last death. If a message died again, its
     attempts tell: the error is new if an earlier one was another error, and none before
-    `since` was the same error."""
+    `since` was the same error. Of each error, only the dead letters that are stored
+    longest are judged: after a redelivery, a new error may have very many."""
     of = Attempt.objects.using(using).filter(
         message_id=OuterRef("message_id"), stage=OuterRef("stage")
     )
     same = Q(fingerprint=OuterRef("fingerprint"))
-    letters = DeadLetter.objects.using(using).filter(
-        ~Exists(of.exclude(same)) | Exists(of.filter(same, failed_at__lte=since)),
-        resolution=Resolution.OPEN,
-        deaths__gt=1,
-        fingerprint__in=among,
-    )
-    return set(letters.order_by().values_list("fingerprint", flat=True).distinct())
+    before = ~Exists(of.exclude(same)) | Exists(of.filter(same, failed_at__lte=since))
+    open_ones = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
+    letters = open_ones.filter(deaths__gt=1).order_by("pk")
+    judged = letters.annotate(before=before).values_list("before", flat=True)
+    return {one for one in among if any(judged.filter(fingerprint=one)[:MOST_JUDGED])}
 
 
 def _affected(letters: QuerySet[DeadLetter]) -> list[dict[str, Any]]:
