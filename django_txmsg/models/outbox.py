@@ -94,7 +94,8 @@ class PendingManager(SqlManager):
           record of the message.
 
         These two cases have one exception. A row with `unique_until="processed"` needs
-        its key as long as the message waits in the inbox.
+        its key as long as the message waits in the inbox. But if the message is not
+        parked there, and was received that long ago, the broker may have lost it.
         """
         connection, table = connections[self.db], self._table
         inbox_table = InboxMessage._meta.db_table
@@ -111,8 +112,13 @@ class PendingManager(SqlManager):
             values = [*values, cause.hex]
         days, forgotten = conf.get().RETENTION.INBOX, ""
         if days is not None:
-            forgotten = f" OR (dispatched_at < {later_sql(connection)} AND NOT {still})"
-            values = [*values, -86_400 * days]
+            since = later_sql(connection)
+            still_here = received.format(
+                f"{inbox.OPEN.sql('i')} AND ({inbox.PARKED.sql('i')}"
+                f" OR i.last_received_at >= {since})"
+            )
+            forgotten = f" OR (dispatched_at < {since} AND NOT {still_here})"
+            values = [*values, -86_400 * days, -86_400 * days]
         self._changed(
             f"UPDATE {table} AS o SET unique_key = NULL WHERE {having}"  # noqa: S608 - constants only
             f" AND dead_at IS NULL AND ({ended}"

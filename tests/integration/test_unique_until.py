@@ -16,10 +16,15 @@ from django.core.management import call_command
 from django.db import OperationalError, connections, transaction
 from django.db.models.functions import Now
 
-from django_txmsg import Message, Refuse, send_message, send_messages
+from django_txmsg import Message, RedeliveryPolicy, Refuse, send_message, send_messages
 from django_txmsg.checks import stages
 from django_txmsg.errors import AlreadyPending, InvalidMessage
-from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models import (
+    DeadLetter,
+    InboxMessage,
+    OutboxMessage,
+    QueueMessage,
+)
 from django_txmsg.scheduling.timetable import every, forget, recurring
 from tests.factories import ago
 from tests.faults import wait_until
@@ -128,6 +133,28 @@ def test_a_message_that_the_inbox_has_forgotten_frees_its_key() -> None:
         call_command("prune_messages", stdout=StringIO())
         assert not InboxMessage.objects.exists()
         assert send() != first
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_message_that_the_broker_has_lost_frees_its_key(lost: bool) -> None:
+    """The broker loses the copy that waits for the next attempt."""
+
+    def fails(message: Message) -> None:
+        raise ValueError
+
+    in_broker = RedeliveryPolicy(mode="broker")
+    with declared(fails, PLACE, redelivery=in_broker) as stage:
+        first = send()
+        ship()
+        step(stage)
+        (row,) = InboxMessage.objects.all()
+        assert (row.attempts, row.due_at, row.processed_at) == (1, None, None)
+        QueueMessage.objects.all().delete()
+        OutboxMessage.objects.update(dispatched_at=ago(days=15))
+        assert send() == first
+        received = ago(days=15 if lost else 13)
+        InboxMessage.objects.update(last_received_at=received)
+        assert (send() != first) is lost
 
 
 def test_a_message_that_waits_in_the_inbox_keeps_its_key_after_pruning() -> None:
