@@ -25,7 +25,7 @@ from django.db import transaction
 from .. import conf, signals, tracing, wire
 from ..brokers import get_broker
 from ..brokers.base import Outgoing, Session
-from ..errors import BrokerError, BrokerUnavailable
+from ..errors import BrokerError, BrokerUnavailable, ConfigurationError
 from ..models import KeyTail, OutboxMessage
 from ..models.key_tail import Chain
 from ..models.outbox import OutboxManager
@@ -348,7 +348,11 @@ class Lane:
 
     def _open(self) -> Session:
         if self._session is None:
-            self._session = get_broker(self.broker_alias).open()
+            try:
+                self._session = get_broker(self.broker_alias).open()
+            except ConfigurationError as error:
+                # Its client library is missing, say: other brokers can be used.
+                raise BrokerUnavailable(str(error)) from error
             self.opened = time.monotonic()
         return self._session
 

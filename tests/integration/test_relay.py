@@ -13,7 +13,7 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 from django.db.models.functions import Now
 
-from django_txmsg import signals
+from django_txmsg import signals, tasks
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import BrokerUnavailable, DispatchRejected, DispatchUnknown
 from django_txmsg.models import DeadLetter, OutboxMessage
@@ -23,6 +23,7 @@ from django_txmsg.relaying import limits
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_message, send_messages
+from tests.factories import OutboxMessageFactory
 from tests.faults import wait_until
 from tests.running import IMPATIENT, at_work, committing, ship, txmsg
 
@@ -312,6 +313,27 @@ def test_once_ends_when_nothing_is_due_and_raises_when_the_broker_is_down(
     store(1)
     with pytest.raises(BrokerUnavailable):
         Relay(["default"], ["default"]).run(once=True)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"URL": "database://", "BACKEND": "no_such_library.Broker"},
+        {"URL": "celery://no_such_library:app"},
+    ],
+)
+def test_a_broker_whose_library_is_missing_leaves_the_others_working(
+    entry: dict[str, str],
+) -> None:
+    """The Celery task runs no system checks, which would report the missing library."""
+    with txmsg(BROKERS={**IMPATIENT["BROKERS"], "away": entry}):
+        OutboxMessageFactory(broker="away")
+        store()
+        counts = tasks.relay_outbox()
+    assert counts["dispatched"] == len(queued()) == 1
+    assert "no_such_library" in counts["unavailable"]["away"]
+    waiting = OutboxMessage.objects.get(dispatched_at=None)
+    assert (waiting.broker, waiting.attempts) == ("away", 0)
 
 
 def test_rows_of_several_databases_and_brokers() -> None:
