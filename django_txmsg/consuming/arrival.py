@@ -290,10 +290,6 @@ class Mode(ABC):
         is `Duplicate`, because another worker has settled the message."""
         return Duplicate()
 
-    def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
-        """Do the mode's last step for these messages. Call this in the transaction that
-        settles them."""
-
     def put_aside(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
         """Record that a message has failed. Call this in the transaction that parks or
         buries the message, or before the message is redelivered in another way."""

@@ -141,7 +141,7 @@ class _Batch:
 
         def finish(*_: object) -> None:
             rows.finish(list(self._durations))
-            mode.end([one for one, record in work if record.id in self._durations])
+            ordering.wake([one for one, record in work if record.id in self._durations])
 
         on = raw(connections[using])
         try:

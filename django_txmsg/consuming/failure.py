@@ -29,7 +29,7 @@ from ..models import Attempt
 from ..models.inbox_arrival import InboxRecord
 from ..runtime import liveness
 from ..runtime.connections import close_broken
-from . import decoding
+from . import decoding, ordering
 from .arrival import Arrival, Duplicate, Interrupted, Outcome, Postponed
 from .protocol import despite_conflicts
 
@@ -164,7 +164,7 @@ def bury(
         )
         if record is not None:
             mode.put_aside(arrival)
-            mode.end([arrival])
+            ordering.wake([arrival])
         return Dead(reason)
 
     return _durably(arrival, bury_it)
@@ -180,7 +180,7 @@ def let_expire(arrival: Arrival) -> Duplicate:
         pk = arrival.recorded.id
         if arrival.inbox.mark_dead(pk, why, arrival.token, revoked=True):
             arrival.mode.put_aside(arrival)
-            arrival.mode.end([arrival])
+            ordering.wake([arrival])
         return Duplicate()
 
     return _durably(arrival, revoke)

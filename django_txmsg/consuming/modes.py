@@ -77,14 +77,14 @@ class Outbox(Mode):
         def work() -> None:
             if wakes_first:
                 with protocol.ours():
-                    self.end([arrival])
+                    ordering.wake([arrival])
             self.handle(arrival, message)
 
         def finish(_: None, late: bool) -> None:
             if late:
                 inbox.finish([pk])
             if not wakes_first:
-                self.end([arrival])
+                ordering.wake([arrival])
 
         _, employed = protocol.once(
             self.stage.definition,
@@ -94,10 +94,6 @@ class Outbox(Mode):
             finish=finish,
         )
         return employed
-
-    def end(self, arrivals: Sequence[Arrival]) -> None:
-        """Make the followers of the messages due."""
-        ordering.wake(arrivals)
 
     def _sees_a_snapshot(self) -> bool:
         """Return whether the stage's transactions see only what was committed before
@@ -146,7 +142,7 @@ class Outside(Outbox):
             self.stage.definition,
             take=partial(inbox.take, pk, arrival.token, arrival.turn),
             run=lambda: store(sent, self.using) if sent else None,
-            finish=lambda *_: self.end([arrival]),
+            finish=lambda *_: ordering.wake([arrival]),
         )
         return employed
 
@@ -181,11 +177,6 @@ class BrokerOnly(Mode):
         if arrival.record is not None:
             self._mark(arrival, arrival.record)
         return employed
-
-    def end(self, arrivals: Sequence[Arrival]) -> None:
-        """Make the followers of the messages due. Only a process with other code, whose
-        stage is ordered, has parked followers."""
-        ordering.wake(arrivals)
 
     def _work(self, arrival: Arrival, message: Message) -> bool:
         self.handle(arrival, message)
@@ -274,7 +265,7 @@ class BrokerOnly(Mode):
         try:
             with transaction.atomic(using=self.using):
                 self.inbox.finish([record.id])
-                self.end([arrival])
+                ordering.wake([arrival])
         except AnyDatabaseError as error:
             log.warning(
                 "stage %r: message %s is processed, but cannot be marked as "
