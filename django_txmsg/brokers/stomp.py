@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -238,7 +239,8 @@ class StompBroker(Broker):
     def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
         reason = next((headers[name] for name in _CAUSES if name in headers), "")
         origin = next((headers[name] for name in _ORIGINS if name in headers), "")
-        return reason, origin.removeprefix("queue://").removeprefix("/queue/")
+        origin = origin.removeprefix("queue://").removeprefix("/queue/")
+        return reason, re.sub("^(topic://|/topic/)", wire.TOPIC_PREFIX, origin)
 
     def check(self) -> list[str]:
         return faults(lambda: jms.ConnectionFactory(self._url))

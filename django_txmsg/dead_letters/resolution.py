@@ -71,12 +71,15 @@ def redeliver(
             )
         elif stage in here:
             parked.append(letter)
-        elif stage and topic and not force:
+        elif topic and not force and (stage or letter.reason == "broker"):
+            why = "the broker does not report whose copy this is"
+            do = "Discard"
+            if stage:
+                why = f"stage {stage!r} is not declared here for database {using!r}"
+                do = "Declare the stage again, with its name=, or discard"
             tally.skipped[letter.pk] = (
-                f"stage {stage!r} is not declared here for database {using!r}, and if "
-                f"sent to {letter.destination!r} the message would reach every "
-                "subscriber. Declare the stage again, with its name=, or discard the "
-                "message; force sends it"
+                f"{why}, and if sent to {letter.destination!r} the message would reach "
+                f"every subscriber. {do} the message; force sends it"
             )
         else:
             sent.append(letter)

@@ -17,13 +17,13 @@ from django_txmsg import jms, wire
 from django_txmsg.brokers.database import DatabaseBroker
 from django_txmsg.brokers.stomp import StompBroker
 from django_txmsg.consuming.intake import IntakeThread
-from django_txmsg.dead_letters import burial
-from django_txmsg.models import DeadLetter, QueueMessage
+from django_txmsg.dead_letters import bulk, burial
+from django_txmsg.models import BulkOperation, DeadLetter, QueueMessage
 from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
 from tests import factories
 from tests.faults import wait_until
-from tests.running import committing, put, txmsg
+from tests.running import committing, put, ship, txmsg
 from tests.services import ActiveMQ, ByAmqp, RabbitMQ
 from tests.services.stomp_server import PASSWORD, USER, StompServer
 
@@ -32,6 +32,10 @@ class WithDeadLetters(DatabaseBroker):
     """The embedded broker, with a dead-letter queue like a server's."""
 
     dead_letter_cause = StompBroker.dead_letter_cause
+
+
+def redelivered(*, force: bool) -> BulkOperation:
+    return bulk.finish(bulk.start("redeliver", {}, force=force))
 
 
 @contextmanager
@@ -109,6 +113,38 @@ def test_a_message_that_expired_is_taken_in_with_the_broker_s_reason(
 
 
 @committing
+def test_letter_of_a_topic_is_redelivered_to_the_topic_and_only_by_force(
+    activemq: ActiveMQ, destination: str
+) -> None:
+    """A message expires in a durable subscription. ActiveMQ names the topic, and not
+    the subscription."""
+    topic = f"topic:{destination}"
+    factory = jms.ConnectionFactory(activemq.url(), client_id=destination)
+    with factory.create_connection() as connection:
+        session = connection.create_session()
+        session.create_consumer(topic, subscription="late").close()
+        session.create_producer(topic).send(
+            jms.Message("too late"),
+            delivery=jms.Delivery(time_to_live=dt.timedelta(milliseconds=1)),
+        )
+        # ActiveMQ notices that a message has expired when a consumer asks for it.
+        late = session.create_consumer(topic, subscription="late")
+        assert late.receive(0.5) is None
+        with taking_in(activemq.url(), "ActiveMQ.DLQ"):
+            pass
+        letter = DeadLetter.objects.get()
+        assert letter.destination == topic
+        with txmsg(BROKERS={"default": {"URL": activemq.url()}}):
+            (why,) = redelivered(force=False).skipped_why.values()
+            assert "would reach every subscriber" in why
+            assert redelivered(force=True).done == 1
+            assert ship() == 1
+        again = late.receive(10)
+        assert again is not None
+        assert again.body == "too late"
+
+
+@committing
 def test_amqp_tells_the_broker_s_reason_as_well(
     rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, destination: str
 ) -> None:
@@ -140,8 +176,11 @@ def test_amqp_tells_the_broker_s_reason_as_well(
         ("orders.place", "orders.place"),
         ("queue://orders.place", "orders.place"),
         ("/queue/orders.place", "orders.place"),
+        ("topic://orders.placed", "topic:orders.placed"),
+        ("/topic/orders.placed", "topic:orders.placed"),
         ("shop.txmsg.control", "DLQ"),
         ("queue://shop.txmsg.control", "DLQ"),
+        ("/topic/shop.txmsg.control", "DLQ"),
         ("orders place\n", "DLQ"),
         ("", "DLQ"),
         ("x" * 300, "DLQ"),
