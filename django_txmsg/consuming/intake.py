@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 
-from django.db import router, transaction
+from django.db import connections, router, transaction
 
 from .. import conf, wire
 from ..brokers import get_broker
@@ -23,11 +24,16 @@ from ..errors import (
     DispatchRejected,
     InvalidMessage,
 )
-from ..models import DeadLetter
+from ..models import DeadLetter, InboxMessage
+from ..models.fields import Holds, limit_waits
+from ..models.inbox_order import PATIENCE
+from ..models.turn import Turn
+from ..rules import dead_letters
 from ..runtime import database_health, liveness
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
 from ..runtime.liveness import Activity
+from ..stages import Stage, consumers, find
 from . import decoding
 
 log = logging.getLogger("django_txmsg.intake")
@@ -100,6 +106,7 @@ class IntakeThread:
         """Bury a delivery. After a failure, try again until that succeeds. Returns
         False if the consumer stops first."""
         while True:
+            liveness.turned()
             try:
                 self._bury(delivery)
             except Exception as error:
@@ -113,21 +120,72 @@ class IntakeThread:
         broker = get_broker(self._broker)
         reason, named = broker.dead_letter_cause(delivery.headers)
         origin = _sendable(named) or self._destination
-        with transaction.atomic(using=self._using):
+        failure = Failure.because("broker", reason or f"found in {self._destination}")
+        message_id = decoding.identity(delivery, self._broker)
+        stage = _only_stage(origin, self._broker)
+        using = self._using if stage is None else stage.definition.using
+        with transaction.atomic(using=using), transaction.atomic(using=self._using):
+            row = stage and _given_up(stage, message_id, delivery, failure.exception)
             burial.bury(
-                using=self._using,
-                message_id=decoding.identity(delivery, self._broker),
-                stage="",
+                using=using if row else self._using,
+                message_id=message_id,
+                stage=row.stage if row else "",
                 broker=self._broker,
                 destination=origin,
                 headers=decoding.kept_headers(delivery),
                 body=delivery.body,
                 reason="broker",
-                failure=Failure.because(
-                    "broker", reason or f"found in {self._destination}"
-                ),
-                attempts=0,
+                failure=failure,
+                attempts=row.attempts if row else 0,
             )
+            if row:
+                order = InboxMessage.order.db_manager(using)
+                order.wake(row.stage, [message_id])
+
+
+def _only_stage(origin: str, broker: str) -> Stage | None:
+    """Return the only stage that consumes the queue `origin`, if one transaction
+    contains the stage's work and its mark in the inbox. For a topic, return None: its
+    message may have been another subscriber's."""
+    names = [] if wire.is_topic(origin) else consumers(origin, broker)
+    if len(names) != 1:
+        return None
+    (stage,) = find(names)
+    return stage if stage.transaction == "outbox" else None
+
+
+def _given_up(
+    stage: Stage, message_id: uuid.UUID, delivery: Delivery, error: str
+) -> InboxMessage | None:
+    """Mark the inbox row of a message as dead, and return the row, if the stage has
+    received the message but has neither settled nor parked it. The stage will not
+    receive the message again. So the row would stay open for ever, and would hold back
+    the next message of the key.
+
+    Return None if there is no such row. Also return None if the message's turn has not
+    come: the messages behind it would overtake its predecessor.
+
+    If a worker is processing a copy of the message, the row is locked. Raises
+    OperationalError if the worker does not finish soon. If this function marks the row
+    before a worker locks it, the worker drops its copy.
+    """
+    using = stage.definition.using
+    inbox = InboxMessage.objects.db_manager(using)
+    limit_waits(connections[using], PATIENCE)
+    rows = inbox.filter(stage=stage.name, message_id=message_id)
+    row = rows.filter(processed_at=None, due_at=None).select_for_update().first()
+    if row is None:
+        return None
+    if row.dead_at is not None:
+        # Buried here already, if the acknowledgement was lost.
+        letters = DeadLetter.objects.using(using).filter(Holds(dead_letters.OPEN))
+        same = letters.filter(message_id=message_id, stage=stage.name, reason="broker")
+        return row if same.exists() else None
+    before = wire.after(delivery.headers) if stage.ordered else None
+    turn = Turn(stage.name, "", stage.ordered == "skip", *(before or ()))
+    if not InboxMessage.order.db_manager(using).has_come(turn):
+        return None
+    return row if inbox.mark_dead(row.pk, error) else None
 
 
 def _sendable(named: str) -> str:

@@ -1,0 +1,261 @@
+"""If the broker gives up on a message that a stage has received, the dead letter is the
+stage's."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import amqp
+import pytest
+from django.db import connection, connections, transaction
+
+from django_txmsg import Message, send_message, send_messages, stages
+from django_txmsg.dead_letters import bulk
+from django_txmsg.models import DeadLetter, InboxMessage, QueueMessage
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.integration.test_intake import WithDeadLetters, taking_in
+from tests.running import committing, declared, ship, step
+from tests.services import ByAmqp, RabbitMQ
+from tests.services.stomp_server import PASSWORD, USER
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+BACKEND = f"{WithDeadLetters.__module__}.{WithDeadLetters.__name__}"
+
+
+def effect(message: Message) -> None:
+    Effect.objects.create(name=str(message.body), message_id=str(message.id))
+
+
+def effects() -> list[str]:
+    return list(Effect.objects.order_by("id").values_list("name", flat=True))
+
+
+def send_chain(stage: stages.Stage, count: int) -> list[Message]:
+    """Store messages of one key, and dispatch them to the stage's queue."""
+    with transaction.atomic():
+        sent = send_messages(
+            {"destination": stage.destination, "body": number, "key": "k"}
+            for number in range(count)
+        )
+    ship()
+    return sent
+
+
+def lose(stage: stages.Stage, message: Message) -> None:
+    """Let a worker die during its attempt to process a message, and the broker move the
+    message to its dead-letter queue."""
+    InboxMessage.objects.record(stage.name, [message])
+    dead_letter(stage, message.id)
+
+
+def dead_letter(stage: stages.Stage, message_id: uuid.UUID) -> None:
+    """Move a message from the stage's queue to the broker's dead-letter queue."""
+    rows = QueueMessage.objects.filter(queue=stage.destination)
+    (row,) = [one for one in rows if one.headers["txmsg-id"] == str(message_id)]
+    row.queue = "DLQ"
+    row.headers |= {"original-destination": stage.destination}
+    row.save()
+
+
+@contextmanager
+def intake() -> Iterator[None]:
+    """Read the dead-letter queue until it is empty and the block has ended."""
+    with taking_in("database://?poll=0.01", "DLQ", BACKEND=BACKEND):
+        yield
+        wait_until(lambda: not QueueMessage.objects.filter(queue="DLQ").exists())
+
+
+def resolve(kind: str) -> None:
+    assert bulk.finish(bulk.start(kind, {})).done == 1
+
+
+def test_with_skip_the_next_message_of_the_key_runs() -> None:
+    with declared(effect, ordered="skip") as stage:
+        lost, _ = send_chain(stage, 2)
+        lose(stage, lost)
+        step(stage)
+        assert effects() == []
+        with intake():
+            pass
+        letter = DeadLetter.objects.get()
+        assert (letter.stage, letter.reason) == (stage.name, "broker")
+        assert letter.attempts == 1
+        assert InboxMessage.objects.get(message_id=lost.id).state == "dead"
+        step(stage)
+        assert effects() == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"), [("redeliver", ["0", "1"]), ("discard", ["1"])]
+)
+def test_with_block_the_next_message_waits_for_the_operator(
+    kind: str, order: list[str]
+) -> None:
+    with declared(effect, ordered="block") as stage:
+        lost, _ = send_chain(stage, 2)
+        lose(stage, lost)
+        with intake():
+            pass
+        step(stage, times=2)
+        assert effects() == []
+        resolve(kind)
+        step(stage, times=len(order))
+        assert effects() == order
+
+
+def test_a_key_is_released_that_the_message_held_until_it_is_processed() -> None:
+    def sent() -> Message:
+        with transaction.atomic():
+            return send_message(
+                stage.destination,
+                None,
+                unique="k",
+                unique_until="processed",
+                on_conflict="skip",
+            )
+
+    with declared(effect) as stage:
+        first = sent()
+        ship()
+        lose(stage, first)
+        assert sent().id == first.id
+        with intake():
+            pass
+        assert sent().id != first.id
+
+
+def test_a_message_whose_turn_has_not_come_is_not_passed() -> None:
+    """The worker has died before it parked the message. If the message counted as dead
+    at the stage, the message behind it would overtake the message in front of it."""
+    with declared(effect, ordered="skip") as stage:
+        _, lost, _ = send_chain(stage, 3)
+        lose(stage, lost)
+        with intake():
+            pass
+        assert DeadLetter.objects.get().stage == ""
+        step(stage, times=2)
+        assert effects() == ["0"]
+        resolve("redeliver")
+        ship()
+        step(stage, times=2)
+        assert effects() == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("options", [{}, {"transaction": "none"}])
+def test_a_message_that_still_has_another_owner_is_not_dead(options: Any) -> None:
+    """The inbox keeps a parked message itself. And in mode "none", a worker may be
+    processing another copy, without a lock."""
+
+    def fails(message: Message) -> None:
+        raise ValueError
+
+    with declared(fails, **options) as stage:
+        (message,) = send_chain(stage, 1)
+        if options:
+            lose(stage, message)
+        else:
+            (copy,) = QueueMessage.objects.all()
+            step(stage)
+            copy.save(force_insert=True)
+            dead_letter(stage, message.id)
+        with intake():
+            pass
+    assert DeadLetter.objects.get().stage == ""
+    assert InboxMessage.objects.get().dead_at is None
+
+
+def test_a_lost_acknowledgement_makes_no_second_dead_letter() -> None:
+    with declared(effect) as stage:
+        (message,) = send_chain(stage, 1)
+        (copy,) = QueueMessage.objects.all()
+        lose(stage, message)
+        with intake():
+            pass
+        copy.save(force_insert=True)
+        dead_letter(stage, message.id)
+        with intake():
+            pass
+    letter = DeadLetter.objects.get()
+    assert (letter.stage, letter.deaths) == (stage.name, 2)
+
+
+def test_rabbitmq_s_delivery_limit(
+    rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, destination: str
+) -> None:
+    dead = f"DLQ.{destination}"
+    message = Message(id=uuid.uuid4(), destination=destination, body=None)
+    arguments = {
+        "x-queue-type": "quorum",
+        "x-delivery-limit": 1,
+        "x-dead-letter-exchange": "",
+        "x-dead-letter-routing-key": dead,
+    }
+    address = f"127.0.0.1:{rabbitmq.amqp_port}"
+    with (
+        declared(effect, destination) as stage,
+        amqp.Connection(address, USER, PASSWORD) as server,
+    ):
+        channel = server.channel()
+        channel.queue_declare(dead, durable=True, auto_delete=False)
+        channel.queue_declare(
+            destination, durable=True, auto_delete=False, arguments=arguments
+        )
+        headers = {"txmsg-id": str(message.id)}
+        channel.basic_publish(
+            amqp.Message(b"null", application_headers=headers), routing_key=destination
+        )
+        InboxMessage.objects.record(stage.name, [message])
+        for _ in range(2):
+            wait_until(partial(channel.basic_get, destination))
+            channel.close()  # the delivery goes back
+            channel = server.channel()
+        with taking_in(rabbitmq_amqp.url(), dead):
+            pass
+    letter = DeadLetter.objects.get()
+    assert (letter.stage, letter.destination) == (destination, destination)
+    assert "delivery_limit" in letter.exception
+
+
+@pytest.mark.postgresql
+def test_a_worker_that_processes_a_copy_finishes_first() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(message: Message) -> None:
+        began.set()
+        assert go_on.wait(60)
+        effect(message)
+
+    def work() -> None:
+        try:
+            step(stage)
+        finally:
+            connections.close_all()
+
+    def waits() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            return bool(cursor.fetchone()[0])
+
+    with declared(slow) as stage:
+        (message,) = send_chain(stage, 1)
+        (copy,) = QueueMessage.objects.all()
+        worker = threading.Thread(target=work)
+        worker.start()
+        assert began.wait(60)
+        copy.pk = None
+        copy.save(force_insert=True)
+        QueueMessage.objects.exclude(pk=copy.pk).update(queue="elsewhere")
+        dead_letter(stage, message.id)
+        with intake():
+            wait_until(waits)
+            go_on.set()
+        worker.join(60)
+    assert len(effects()) == 1
+    assert DeadLetter.objects.get().stage == ""
