@@ -175,24 +175,30 @@ class Noted:
     ) -> dt.datetime | None:
         """Return the instant up to which runs of `reconcile` have judged all messages
         of these services. A run does not count if it has left out messages: if it had
-        fewer services, or a `--since` after the instant that earlier runs had reached.
-        The first run in the records is assumed to have left out none. A run of an early
-        release has judged up to `young` before its start."""
+        fewer of these services than an earlier run, or a `--since` after the instant
+        that earlier runs had reached. The first run in the records, and the first one
+        with a service, are assumed to have left out none. A run of an early release has
+        judged all services up to `young` before its start."""
         with closing(connect_plain(self.source)) as connection:
             rows = connection.rows(
                 f"SELECT started_at, options {_ENDED}", self.source.service
             )
+        runs = [(read_instant(start), read_json(options)) for start, options in rows]
+        recorded = {one for _, ran in runs for one in ran.get("services", ())}
+        # No run has judged a service that was added since.
+        ever = recorded.intersection(services) or {*services}
         until: dt.datetime | None = None
-        for start, options in rows:
-            ran = read_json(options)
-            if not {*services}.issubset(ran.get("services", services)):
+        judged: set[str] = set()
+        for started, ran in runs:
+            own = ever.intersection(ran.get("services", ever))
+            if not own or not judged <= own:
                 continue
             since = ran.get("since")
             begin = dt.datetime.fromisoformat(since) if since else None
             if until is None or begin is None or begin <= until:
-                judged = ran.get("judged_until")
-                started = read_instant(start)
-                until = dt.datetime.fromisoformat(judged) if judged else started - young
+                end = ran.get("judged_until")
+                until = dt.datetime.fromisoformat(end) if end else started - young
+                judged = own
         return until
 
     def _set(

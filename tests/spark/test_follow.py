@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -551,6 +552,22 @@ def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> 
     assert log.count("django_txmsg_pipelinerun") == 3
 
 
+def reach(follower: Follower) -> timedelta:
+    """Return how far back the next `reconcile` judges messages."""
+    option, since, *_ = follower.reconcile_words()
+    assert option == "--since"
+    return datetime.now(timezone.utc) - datetime.fromisoformat(since)
+
+
+def reconciled(log: Log, ended: datetime, **options: Any) -> None:
+    log.insert(
+        "django_txmsg_pipelinerun",
+        [{"id": uuid.uuid4(), "job": "reconcile", "service": "shop",
+          "state": "clean", "run_by": "", "lake": "", "options": options, "rows": 0,
+          "counts": {}, "error": "", "started_at": ended, "finished_at": ended}],
+    )  # fmt: skip
+
+
 def test_reconcile_covers_the_time_without_follow(log: Log, lake: LakeSpec) -> None:
     """`follow` was stopped for five days. Messages are stuck after two days, which is
     longer than `--since`. A run that an operator starts with a shorter `--since`, or
@@ -560,19 +577,7 @@ def test_reconcile_covers_the_time_without_follow(log: Log, lake: LakeSpec) -> N
     spec = JobSpec((log.spec,), lake, stuck_after=2 * day.total_seconds())
     follower = Follower(spec, replace(NOW, since=day), None, threading.Event())
 
-    def back() -> timedelta:
-        option, since, *_ = follower.reconcile_words()
-        assert option == "--since"
-        return datetime.now(timezone.utc) - datetime.fromisoformat(since)
-
-    def ran(ended: datetime, **options: Any) -> None:
-        log.insert(
-            "django_txmsg_pipelinerun",
-            [{"id": uuid.uuid4(), "job": "reconcile", "service": "shop",
-              "state": "clean", "run_by": "", "lake": "", "options": options, "rows": 0,
-              "counts": {}, "error": "", "started_at": ended, "finished_at": ended}],
-        )  # fmt: skip
-
+    back, ran = partial(reach, follower), partial(reconciled, log)
     assert 3 * day <= back() < 3.1 * day
     ran(now - 5 * day)
     assert 8 * day <= back() < 8.1 * day
@@ -586,6 +591,30 @@ def test_reconcile_covers_the_time_without_follow(log: Log, lake: LakeSpec) -> N
     lagging = {"services": ["payments", "shop"], "judged_until": str(now - 4 * day)}
     ran(now - day, since=str(now - 3.1 * day), **lagging)
     assert 5 * day <= back() < 5.1 * day
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_reconcile_covers_the_time_before_a_service_was_added(
+    log: Log, lake: LakeSpec, early: bool
+) -> None:
+    """`follow` was stopped for five days, and starts again with one more service. All
+    earlier services were in the runs until then."""
+    day, now = timedelta(days=1), datetime.now(timezone.utc)
+    more = [replace(log.spec, service=one) for one in ("payments", "mails")]
+    spec = JobSpec((log.spec, *more), lake)
+    follower = Follower(spec, replace(NOW, since=day), None, threading.Event())
+    if early:
+        reconciled(log, now - 90 * day)  # its services are not recorded
+    both = {"services": ["payments", "shop"], "judged_until": str(now - 5 * day)}
+
+    reconciled(log, now - 5 * day, **both)
+
+    assert 6 * day <= reach(follower) < 6.1 * day
+    # Neither of them has judged what the next run of both must judge.
+    new = {"services": ["mails", "payments", "shop"], "since": str(now - 4 * day)}
+    for one in (new, {"services": ["mails", "shop"]}):
+        reconciled(log, now - day, **one, judged_until=str(now - 2 * day))
+        assert reach(follower) >= 6 * day
 
 
 def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> None:
