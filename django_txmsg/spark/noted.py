@@ -24,7 +24,7 @@ _TABLE = "django_txmsg_finding"
 _ENDED = (
     "FROM django_txmsg_pipelinerun WHERE job = 'reconcile' AND service = %s AND state"
     " IN ('clean', 'findings') AND CAST(options AS text) NOT LIKE"
-    " '%%\"dry_run\"%%' ORDER BY finished_at"
+    " '%%\"dry_run\":%%' ORDER BY finished_at"
 )
 #: Most unacknowledged findings: a run without one of the consuming services in its
 #: specification finds all of that one's messages lost.

@@ -105,3 +105,13 @@ def test_the_report_begins_with_what_is_lost(log: Log) -> None:
     assert page.unseen == 1
     assert ids(list(page.lost[:1])) == [1]
     assert "3 d" in written
+
+
+def test_a_service_may_be_called_dry_run(log: Log) -> None:
+    noted, spec = Noted(log.spec), JobSpec((log.spec,))
+    with recorded(spec, "reconcile", {"dry_run": True}):
+        pass
+    assert noted.last_run() is None
+    with recorded(spec, "reconcile", {"services": ["dry_run", "shop"]}):
+        pass
+    assert noted.last_run() is not None
