@@ -16,6 +16,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
+from ..noted import KEY
 from ..schemas import struct_of
 from . import EPOCH, MICROSECOND, timestamp
 from .journeys import PROMPT, RESOLUTIONS, is_topic, merged
@@ -37,13 +38,10 @@ FOUND, GONE = "found", "gone"
 #: A line of the lake's journal of findings.
 CHANGE = struct_of(FINDING, "change string")
 
-#: The columns by which another run recognises a finding.
-_IDENTITY = ("message_id", "destination", "consumer", "verdict")
-
 #: Known findings. No consumer is an empty text.
 KNOWN = t.StructType(
     [
-        *[VERDICT[n] for n in _IDENTITY],
+        *[VERDICT[n] for n in KEY],
         *FINDING.fields[len(VERDICT) :],
     ]
 )
@@ -224,7 +222,7 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
 def is_finding(prefix: str) -> list[Column]:
     """Return join conditions that compare a finding with the columns that have this
     prefix. In these columns, an unknown value is "", not null."""
-    return [sf.coalesce(n, sf.lit("")) == sf.col(f"{prefix}{n}") for n in _IDENTITY]
+    return [sf.coalesce(n, sf.lit("")) == sf.col(f"{prefix}{n}") for n in KEY]
 
 
 def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
@@ -232,7 +230,7 @@ def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
     it. A finding that is not in `known`, or without a time, was first found `now`. In
     `known`, a finding may have several rows."""
     first = known.groupBy(
-        *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in _IDENTITY]
+        *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in KEY]
     ).agg(
         sf.min("found_at").alias("first_at"),
         sf.max("acknowledged_at").alias("acknowledged_at"),
@@ -251,23 +249,23 @@ def standing(journal: DataFrame) -> DataFrame:
     last = {
         name: sf.max_by(name, "recorded_at").alias(name)
         for name in CHANGE.fieldNames()
-        if name not in _IDENTITY
+        if name not in KEY
     }
-    empty = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
+    empty = {name: sf.coalesce(name, sf.lit("")) for name in KEY}
     found = journal.where("change IS NOT NULL").withColumns(empty)
-    found = found.groupBy(*_IDENTITY).agg(*last.values())
+    found = found.groupBy(*KEY).agg(*last.values())
     return found.where(sf.col("change") == FOUND).select(*FINDING.fieldNames())
 
 
 def changes(findings: DataFrame, before: DataFrame) -> DataFrame:
     """Return CHANGE rows: findings that are new in this run, and earlier findings
     (`before`) that are now resolved."""
-    same = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
+    same = {name: sf.coalesce(name, sf.lit("")) for name in KEY}
     known = before.where("found_at IS NOT NULL")
-    stood = known.select(*[sf.col(n).alias(f"stood_{n}") for n in _IDENTITY])
+    stood = known.select(*[sf.col(n).alias(f"stood_{n}") for n in KEY])
     fresh = findings.join(stood, is_finding("stood_"), "left_anti")
-    there = findings.withColumns(same).select(*_IDENTITY)
-    gone = before.join(there, list(_IDENTITY), "left_anti")
+    there = findings.withColumns(same).select(*KEY)
+    gone = before.join(there, list(KEY), "left_anti")
     return fresh.withColumn("change", sf.lit(FOUND)).unionByName(
         gone.withColumn("change", sf.lit(GONE)).select(*CHANGE.fieldNames())
     )
