@@ -107,6 +107,21 @@ def test_the_report_begins_with_what_is_lost(log: Log) -> None:
     assert "3 d" in written
 
 
+def test_the_report_names_who_gave_up_a_message() -> None:
+    letters = [
+        {"stage": stage, "reason": reason, "receiver": "shop", "exception": "",
+         "letters": 1, "open": 1, "first_seen": NOW, "last_seen": NOW, "growth": [1]}
+        for stage, reason in (("", "broker"), ("", "attempts"), ("s", "broker"))
+    ]  # fmt: skip
+
+    written = render(Findings(["shop"], NOW, NOW, groups=letters))
+
+    named = [f"shop: {who} · {why}" for who, why in (
+        ("broker", "broker"), ("relay", "attempts"), ("s", "broker"),
+    )]  # fmt: skip
+    assert [one for one in named if one in written] == named
+
+
 def test_a_service_may_be_called_dry_run(log: Log) -> None:
     noted, spec = Noted(log.spec), JobSpec((log.spec,))
     with recorded(spec, "reconcile", {"dry_run": True}):
