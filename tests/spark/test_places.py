@@ -29,7 +29,7 @@ TICK = dt.timedelta(microseconds=1)
 
 def heard(consumer: str, first: float, last: float, sent: float | None = None) -> Place:
     receiver = consumer.partition("/")[0]
-    times = at(first), at(last), at(last if sent is None else sent)
+    times = at(first), at(last), at(first), at(last if sent is None else sent)
     return Place(TOPIC, consumer, "a", receiver, *times, 5, 1, 1)
 
 
@@ -151,7 +151,7 @@ def test_listener_retired_by_hand_comes_back_with_a_later_message() -> None:
 def between(least: float, median: float, minutes: float = 60, **more: Any) -> Place:
     times = int(least * SECOND), int(median * SECOND)
     count = more.get("messages", 10)
-    ends = at(0), at(minutes), at(minutes)
+    ends = at(0), at(minutes), at(0), at(minutes)
     return Place("q", "", "a", "b", *ends, count, *times)
 
 

@@ -18,6 +18,7 @@ from django_txmsg import wire
 from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.jobs import analyze
 from django_txmsg.spark.jobs.listeners import read_places
+from django_txmsg.spark.jobs.reconcile import differences
 from django_txmsg.spark.schemas import STAGED, struct_of
 from django_txmsg.spark.transforms import outgoing
 from django_txmsg.spark.transforms import reconcile as judging
@@ -597,9 +598,26 @@ def test_places_tell_who_listens_and_how_long_messages_take(spark) -> None:
     found = places(arrivals(rows)).toArrow().to_pylist()
 
     assert {tuple(row.values()) for row in found} == {
-        ("topic:t", "b/s", "a", "b", at(1), at(9), at(3), 2, minute, minute),
-        ("queue", None, "a", "b", at(0), at(0), at(0), 1, 9 * minute, 9 * minute),
+        ("topic:t", "b/s", "a", "b", at(1), at(9), at(1), at(3), 2, minute, minute),
+        ("queue", None, "a", "b", *[at(0)] * 4, 1, 9 * minute, 9 * minute),
     }
+
+
+def test_messages_of_a_topic_that_waited_show_no_clock_difference(spark) -> None:
+    """The consumers b and c take three messages at once, after half an hour and an
+    hour. The consumer d takes each message two hours after it was sent."""
+    taken = {"b": [32, 32, 32], "c": [61.5, 61.5, 61.5], "d": [120, 121, 122]}
+    rows = received(
+        spark,
+        *[(service, "s", str(sent), "topic:t", at(sent), at(end), at(end), None, 1)
+          for service, ends in taken.items() for sent, end in enumerate(ends)],
+    )  # fmt: skip
+
+    found = differences(read_places(arrivals(rows)), [])
+
+    assert [(one.receiver, one.ahead) for one in found] == [
+        ("d", dt.timedelta(hours=2))
+    ]
 
 
 def test_a_stage_did_not_listen_while_its_first_message_waited(spark) -> None:

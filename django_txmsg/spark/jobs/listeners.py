@@ -47,8 +47,10 @@ class Place:
     receiver: str
     first_at: dt.datetime
     last_at: dt.datetime
+    sent_from: dt.datetime
     sent_at: dt.datetime
-    """When the last message was sent. It may have been received long after that."""
+    """When the first and the last message were sent. They may have been received long
+    after that."""
     messages: int
     least_us: int
     median_us: int
@@ -92,7 +94,8 @@ def counted_places(lines: Iterable[Line]) -> list[Place]:
         Place(
             line.destination, line.consumer, line.sender or "",
             line.consumer.partition("/")[0],
-            instant(line.first_us), instant(line.last_us), instant(line.last_us),
+            instant(line.first_us), instant(line.last_us),
+            instant(line.first_us), instant(line.last_us),
             0, 0, 0,
         )
         for line in lines

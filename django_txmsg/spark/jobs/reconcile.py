@@ -126,7 +126,7 @@ def _shows(place: Place, least: dt.timedelta) -> bool:
     # batches: most times must be close to the shortest one.
     alike = spread < max(SMALL, SPREAD * abs(least))
     behind = least < dt.timedelta()
-    return alike and (behind or spread < SPREAD * (place.last_at - place.first_at))
+    return alike and (behind or spread < SPREAD * (place.sent_at - place.sent_from))
 
 
 def _while(place: Place, between: tuple[str, str, str], day: dt.date) -> bool:

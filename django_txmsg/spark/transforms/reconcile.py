@@ -307,8 +307,8 @@ def findings(outcome: DataFrame) -> DataFrame:
 def places(steps: DataFrame) -> DataFrame:
     """Return one row for each combination of destination, sender and receiving service.
     For a topic, the combination includes the consumer. Each row has the times of the
-    first and the last message, the time when the last one was sent, and the messages'
-    transit times. A topic's last message has the time of its receipt."""
+    first and the last message, the times when the first and the last one were sent, and
+    the messages' transit times. A topic's last message has the time of its receipt."""
     listener = sf.when(is_topic(sf.col("destination")), sf.col("consumer"))
     # If a message was received long after it was stored, its stage may have begun to
     # listen in between.
@@ -332,6 +332,7 @@ def places(steps: DataFrame) -> DataFrame:
         .agg(
             sf.min(heard_at).alias("first_at"),
             sf.max(sf.coalesce(last_at, "begun_at")).alias("last_at"),
+            sf.min("begun_at").alias("sent_from"),
             sf.max("begun_at").alias("sent_at"),
             sf.count(transit).alias("messages"),
             sf.min(transit).alias("least_us"),
