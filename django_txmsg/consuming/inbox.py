@@ -20,7 +20,7 @@ from django.utils import timezone
 
 from .. import signals, tracing, wire
 from ..django_internals import abandon, raw
-from ..envelope.failure import Failure, cause_of, is_interrupt
+from ..envelope.failure import Failure, cause_of, is_interrupt, stored_text
 from ..envelope.message import Message
 from ..errors import (
     BrokerUnavailable,
@@ -314,7 +314,7 @@ def _adopt(arrival: Arrival) -> Outcome:
     try:
         decoding.send_back(delivery, arrival.session)
     except DestinationUnavailable as error:
-        return postpone(replace(arrival, delivery=delivery), str(error))
+        return postpone(replace(arrival, delivery=delivery), stored_text(error))
     except DispatchRejected as error:
         detail = f"it cannot go back to its queue under an id of ours: {error}"
         failure = Failure.because("rejected", detail)

@@ -153,6 +153,12 @@ def storable(text: str) -> str:
     return cleaned.encode("utf-8", "backslashreplace").decode()
 
 
+def stored_text(error: BaseException, most: int = MAX_EXCEPTION) -> str:
+    """Return the beginning of an exception's text, in a form that every database can
+    store. The text may come from a broker, which can send any characters."""
+    return storable(text_of(error))[:most]
+
+
 def _cut(text: str, most: int) -> str:
     """Shorten a text to `most` characters. Remove the middle, because a traceback
     begins with the outermost calls and ends with the error."""

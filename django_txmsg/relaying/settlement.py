@@ -16,6 +16,7 @@ from .. import conf, signals
 from ..brokers import get_broker
 from ..dead_letters import burial
 from ..django_internals import in_block
+from ..envelope.failure import storable, stored_text
 from ..envelope.redelivery import Dead, RedeliveryPolicy, decide
 from ..errors import (
     BrokerError,
@@ -199,7 +200,7 @@ class Settlement:
         delay = 0.0 if paused else conf.get().RELAY.BREAKER_MAX_PAUSE
         groups: dict[str, tuple[list[int], str]] = {}
         for row, error in found.refused:
-            words = str(error)[:2000]
+            words = stored_text(error)
             # Rows that wait by themselves may have been refused for different reasons.
             ids, _ = groups.setdefault(
                 row.destination if paused else words, ([], words)
@@ -231,7 +232,7 @@ class Settlement:
                 kept = self._outbox().mark_dead(
                     row.id,
                     self._token,
-                    error=f"{reason}: {error}"[:2000],
+                    error=storable(f"{reason}: {error}")[:2000],
                     cancelled=not letter,
                 )
                 if kept and letter:
@@ -279,7 +280,7 @@ class Settlement:
         self._fenced(
             1,
             lambda: self._outbox().reschedule(
-                row.id, self._token, delay=delay, error=str(error)[:2000]
+                row.id, self._token, delay=delay, error=stored_text(error)
             ),
         )
         self._counts["rejected"] += 1

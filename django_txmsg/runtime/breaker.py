@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from ..envelope.failure import stored_text
 from .per_process import Members, PerProcess
 
 log = logging.getLogger("django_txmsg.breaker")
@@ -92,7 +93,7 @@ class Breaker:
         if error is None:
             return None
         seconds = time.monotonic() - self._began
-        return Outage(self.kind, self.name, seconds, str(error)[:LONGEST])
+        return Outage(self.kind, self.name, seconds, stored_text(error, LONGEST))
 
     def failed(self, error: BaseException, *, progress: bool = False) -> None:
         """Record that the server is down. Usually only the first failure of an outage

@@ -7,7 +7,8 @@ import contextlib
 import gc
 import select
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,15 +18,23 @@ from django.db.models.functions import Now
 
 from django_txmsg import tasks
 from django_txmsg.brokers.amqp.session import AmqpSession
+from django_txmsg.brokers.base import Delivery, Outgoing
+from django_txmsg.brokers.database import DatabaseBroker, DatabaseSession
 from django_txmsg.brokers.stomp import StompBroker
-from django_txmsg.errors import BrokerUnavailable, DestinationUnavailable
-from django_txmsg.models import DeadLetter, OutboxMessage
+from django_txmsg.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DestinationUnavailable,
+    DispatchRejected,
+)
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import pauses
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_messages
 from django_txmsg.testing import CLASSIC, RABBITMQ, ScriptedBroker
-from tests.running import IMPATIENT, committing, txmsg
+from tests.running import IMPATIENT, committing, declared, step, txmsg
 from tests.services import ByAmqp
 
 pytestmark = committing
@@ -170,6 +179,56 @@ def test_rabbitmq_that_hangs_up_without_a_word_means_the_queue(way: str) -> None
         pauses.of.clear()
         WAYS[way]()
     assert states() == {"dispatched": 32}
+
+
+class Quoting(DatabaseBroker):
+    """The embedded broker. It refuses every message, with a text that no database can
+    store, and its deliveries have no stable ids."""
+
+    error: type[BrokerError] = DestinationUnavailable
+
+    def open(self, **options: Any) -> DatabaseSession:
+        session = super().open(**options)
+        receive = session.receive
+
+        def refused(batch: Sequence[Outgoing], **more: Any) -> Any:
+            return [self.error("it has \x00 and \ud800") for _ in batch]
+
+        def received(timeout: float) -> Delivery | None:
+            found = receive(timeout)
+            return found and replace(found, id_stays=False)
+
+        session.send = refused  # type: ignore[method-assign]  # refuses all
+        session.receive = received  # type: ignore[method-assign]  # with other ids
+        return session
+
+
+QUOTING = {"default": {"BACKEND": f"{__name__}.Quoting"}}
+STORED = r"it has \x00 and \ud800"
+
+
+@pytest.mark.parametrize("error", [DispatchRejected, DestinationUnavailable])
+def test_refusal_with_unstorable_characters_is_recorded(
+    error: type[BrokerError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = WAYS["one lane"]
+    monkeypatch.setattr(Quoting, "error", error)
+    with txmsg(BROKERS=QUOTING, RELAY=relaying()):
+        store("tests.q")
+        with contextlib.suppress(DestinationUnavailable):
+            relay()
+        assert OutboxMessage.objects.get().last_error == STORED
+        if error is DispatchRejected:
+            settle(relay)
+            assert states() == {"dead": 1}
+            assert DeadLetter.objects.get().exception == STORED
+
+
+def test_foreign_message_that_cannot_go_back_is_parked_with_the_refusal() -> None:
+    with txmsg(BROKERS=QUOTING), declared(lambda message: None) as stage:
+        QueueMessage.objects.create(queue=stage.destination, headers={}, body=b"1")
+        step(stage)
+    assert InboxMessage.objects.get().last_error == STORED
 
 
 def test_broker_that_hangs_up_at_once_leaks_no_connection() -> None:

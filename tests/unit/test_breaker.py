@@ -62,6 +62,13 @@ def test_a_server_that_worked_for_longer_than_the_last_pause_has_a_new_outage(
     assert said[1].endswith("second")
 
 
+def test_the_error_of_an_outage_can_be_stored() -> None:
+    breaker = Breaker("orders", 600.0)
+    breaker.failed(OSError("nul \x00 lone \ud800"))
+    assert breaker.outage is not None
+    assert breaker.outage.error == r"nul \x00 lone \ud800"
+
+
 def test_a_session_that_only_waits_ends_no_outage_that_is_younger() -> None:
     breaker = Breaker("orders", 600.0, first_pause=60.0)
     opened = time.monotonic()
