@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from typing import Any
 
 from django.dispatch import Signal
@@ -122,5 +123,9 @@ def announce(signal: Signal, **facts: Any) -> None:
         if facts.get("error"):
             shown += f" error={facts['error']!r}"
         extra = {f"txmsg_{name}": value for name, value in facts.items()}
-        log.log(level, "%s %s", event, shown, extra={"txmsg_event": event, **extra})
+        extra["txmsg_event"] = event
+        # A handler may fail to open its file. What is announced is committed, so that
+        # must not count as a failure.
+        with suppress(Exception):
+            log.log(level, "%s %s", event, shown, extra=extra)
     signal.send_robust(sender=None, **facts)

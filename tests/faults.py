@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -29,6 +30,7 @@ __all__ = [
     "REQUESTS",
     "ManageProcess",
     "Proxy",
+    "broken_log",
     "hang_here",
     "wait_until",
 ]
@@ -61,6 +63,22 @@ def wait_until(
             said = message() if callable(message) else message
             raise AssertionError(f"not within {deadline:g} s: {said or condition}")
         pause.wait(interval)
+
+
+@contextlib.contextmanager
+def broken_log(name: str) -> Iterator[None]:
+    """While the block runs, each line of this logger raises: the log's file cannot be
+    opened, as after a logrotate that has changed its owner."""
+    handler = logging.FileHandler("/no such directory/log", delay=True)
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel("INFO")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def hang_here(line: str) -> NoReturn:

@@ -196,10 +196,10 @@ class _Notifier:
                     gap.wait(GAP)
         except Exception:
             # The next poll finds what lost notifications were about; the next caller
-            # starts a new thread.
-            log.exception("notifying in database %r failed", self._using)
+            # starts a new thread, even if the log fails too.
             with self._lock:
                 self._running = self._ending = False
+            log.exception("notifying in database %r failed", self._using)
         finally:
             connections.close_all()
 

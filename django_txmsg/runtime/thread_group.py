@@ -71,8 +71,10 @@ class ThreadGroup:
             work()
         except BaseException as error:
             self._errors.append((name, error))
-            log.error("thread %s ended, and its process with it: %r", name, error)
+            # First, because the log may fail too: logrotate may have left a file that
+            # cannot be opened.
             self._stop()
+            log.error("thread %s ended, and its process with it: %r", name, error)
         finally:
             liveness.ended()
             connections.close_all()

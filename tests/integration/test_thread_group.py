@@ -15,6 +15,7 @@ from django.db import transaction
 
 from django_txmsg import signals, stages
 from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.stage_options import TRANSACTION_MODES, TransactionMode
 from django_txmsg.errors import WorkerFailed
 from django_txmsg.models import DeadLetter, InboxMessage, Worker
 from django_txmsg.models.queue import QueueMessage
@@ -22,7 +23,7 @@ from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.testing import drain
 from tests.app.models import Effect
-from tests.faults import ManageProcess, wait_until
+from tests.faults import ManageProcess, broken_log, wait_until
 from tests.running import IMPATIENT, committing, declared, put, running, txmsg
 
 pytestmark = committing
@@ -93,6 +94,35 @@ def test_all_threads_of_a_group_end_with_the_first_error() -> None:
     with pytest.raises(WorkerFailed, match="Thread failing ended by GeneratorExit"):
         group.join()
     assert ended == ["lasting"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_all_threads_of_a_group_end_even_if_the_log_fails() -> None:
+    stop = threading.Event()
+    group = ThreadGroup(stop.set)
+
+    def failing() -> None:
+        raise ValueError("it fails")
+
+    group.add("lasting", lambda: stop.wait(30))
+    group.add("failing", failing)
+    with broken_log("django_txmsg.threads"):
+        group.start()
+        with pytest.raises(ValueError, match="it fails"):
+            group.join()
+    assert stop.is_set()
+
+
+@pytest.mark.parametrize("mode", TRANSACTION_MODES)
+def test_message_is_processed_once_if_the_log_fails(mode: TransactionMode) -> None:
+    with txmsg(), declared(handler, transaction=mode) as stage:
+        put(stage.destination, b'"once"')
+        with broken_log("django_txmsg.messages"), running(stage):
+            wait_until(lambda: not QueueMessage.objects.exists())
+            put(stage.destination, b'"after"')
+            wait_until(lambda: Effect.objects.filter(name="after").exists())
+    assert Effect.objects.filter(name="once").count() == 1
+    assert not InboxMessage.objects.exclude(last_error="").exists()
 
 
 def hook() -> None:

@@ -29,7 +29,7 @@ from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.outbox import send_message
 from tests import services
 from tests.app.models import Effect
-from tests.faults import ManageProcess, wait_until
+from tests.faults import ManageProcess, broken_log, wait_until
 from tests.integration.test_database_away import ReadOnly
 from tests.running import IMPATIENT, committing, put, txmsg
 
@@ -68,6 +68,21 @@ def test_error_in_the_notifiers_thread_does_not_stop_later_notifications(
     wait_until(lambda: "queue after" in listener._received(connection, 0.2))
     with connection.cursor() as cursor:
         cursor.execute("UNLISTEN *")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_notifications_go_on_after_the_log_has_failed_too(
+    django_db_blocker: Any,
+) -> None:
+    notifications.notify("default", {"warms up"})
+    notifications.stop_notifiers(30)
+    notifier = notifications._notifier("default")
+    with django_db_blocker.block(), broken_log("django_txmsg.notify"):
+        notifier.add({"lost"})
+        assert notifier._thread is not None
+        notifier._thread.join(30)
+    notifications.notify("default", {"queue after"})
+    assert notifier._thread.is_alive()
 
 
 def hook() -> None:
