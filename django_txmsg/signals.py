@@ -1,7 +1,8 @@
 """The events of a message. Each event writes one log line and sends one Django signal.
 
 A signal is sent after the commit that it reports. If a receiver raises an exception,
-the exception is only logged. Log records have the event's data as attributes
+the exception is only logged. If it is not an `Exception`, the receivers after this one
+are not called. Log records have the event's data as attributes
 (`txmsg_id`, `txmsg_destination`, `txmsg_stage`, `txmsg_attempt`, `txmsg_duration`).
 """
 
@@ -14,75 +15,97 @@ from typing import Any
 
 from django.dispatch import Signal
 
+from .envelope.failure import is_interrupt
+
 log = logging.getLogger("django_txmsg.messages")
 
-message_stored = Signal()
+
+class _Signal(Signal):
+    """A signal whose receivers cannot change what it reports. Django lets an exception
+    of a receiver through if it is not an `Exception`: a cancellation, a time-out of
+    gevent, SystemExit. After a commit it would count as a failure of the handler, or
+    end a thread."""
+
+    def send_robust(self, sender: Any, **named: Any) -> list[tuple[Any, Any]]:
+        try:
+            return super().send_robust(sender, **named)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            with suppress(Exception):
+                log.exception(
+                    "a receiver of a signal raised, or the log did: %r", error
+                )
+            return []
+
+
+message_stored = _Signal()
 """A transaction that stored a message was committed.
 Arguments: id, destination, using."""
 
-message_dispatched = Signal()
+message_dispatched = _Signal()
 """The broker gave its receipt. Arguments: id, destination, broker, attempt."""
 
-message_processed = Signal()
+message_processed = _Signal()
 """A stage's transaction was committed. Arguments: id, destination, stage, attempt,
 duration (seconds in the stage), critical_time (seconds since it was stored, by two
 clocks, or None), employed (whether the stage used the database)."""
 
-message_duplicate = Signal()
+message_duplicate = _Signal()
 """A copy of a message that the stage has already processed, parked or buried was
 dropped. Arguments: id, destination, stage."""
 
-message_redelivered = Signal()
+message_redelivered = _Signal()
 """An attempt failed and another will follow. Arguments: id, destination, stage,
 attempt, delay (seconds), error."""
 
-message_buried = Signal()
+message_buried = _Signal()
 """A message became a dead letter. Arguments: id, destination, stage, attempt,
 reason, error."""
 
-messages_committed = Signal()
+messages_committed = _Signal()
 """Rows of the outbox were committed; wakes the dispatcher. If a savepoint was rolled
 back by hand, some of the ids have no row. Arguments: using, broker, ids (of rows)."""
 
-alert_changed = Signal()
+alert_changed = _Signal()
 """A relay has raised an alert of `TXMSG["ALERTS"]`, or ended it. Arguments: name, kind,
 status ("firing" or "resolved"), text."""
 
-lease_lost = Signal()
+lease_lost = _Signal()
 """Another relay has claimed the messages of this one. Arguments: count, broker."""
 
-outcome_unknown = Signal()
+outcome_unknown = _Signal()
 """No receipt came; the messages will be sent again. Arguments: count, broker."""
 
-dangerous_window = Signal()
+dangerous_window = _Signal()
 """In best_effort_1pc, the time between the database's commit and the broker's.
 Arguments: stage, seconds, failed (the broker's commit did not follow), employed."""
 
-session_ended = Signal()
+session_ended = _Signal()
 """An outbox session, of an HTTP request or not, ended. Arguments: session_id, using,
 outcome ("committed", "rolled_back", "failed", or "joined" if an outer transaction
 decides), duration (seconds), stored (messages)."""
 
-control_message_sent = Signal()
+control_message_sent = _Signal()
 """A session sent its control message before its commit. Arguments: session_id, using,
 outcome ("sent" or "failed"), duration (seconds), error."""
 
-control_message_handled = Signal()
+control_message_handled = _Signal()
 """A control message was settled. Arguments: session_id, using, outcome ("dispatched",
 "already_dispatched", "rolled_back", "given_up", "left_to_relay", "unsigned",
 "another_database", "unreadable"), attempts (checks of the session), transit_time
 (seconds from its sending to its first arrival, by two clocks, or None), headers (those
 that were signed: the session's metadata, for example)."""
 
-flow_ended = Signal()
+flow_ended = _Signal()
 """A run of a flow has ended. Arguments: flow, run_id, outcome ("answered", "failed",
 "handed_over")."""
 
-flow_late = Signal()
+flow_late = _Signal()
 """A message for a run came after the run had gone on, and was dropped.
 Arguments: id, flow, run_id."""
 
-_EVENTS = {
+_EVENTS: dict[Signal, tuple[str, int]] = {
     message_stored: ("stored", logging.INFO),
     message_dispatched: ("dispatched", logging.INFO),
     message_processed: ("processed", logging.INFO),

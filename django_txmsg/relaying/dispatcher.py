@@ -146,8 +146,9 @@ class Dispatcher:
                 log.info("%d rows are left to the relay: %s", len(ids), error)
             else:
                 self._breaker.failed(error)
-        except Exception:
-            # The rows are safe in the outbox; this thread must go on.
+        except BaseException:
+            # The rows are safe in the outbox; this thread must go on, whatever a broker
+            # of the project's own raises: nothing starts it again.
             log.exception("dispatch after commit failed; the relay will do it")
             lane.close()
             connections[self.using].close()

@@ -92,7 +92,7 @@ def test_every_signal_is_described_with_its_arguments() -> None:
             continue
         assert f"`{name}`" in page, name
         docstring = re.search(
-            rf'^{name} = Signal\(\)\n"""(.*?)"""', source, re.S | re.M
+            rf'^{name} = _Signal\(\)\n"""(.*?)"""', source, re.S | re.M
         )
         assert docstring is not None
         row = next(row for row in page.splitlines() if row.startswith(f"| `{name}`"))

@@ -17,6 +17,7 @@ from django.db import connection, connections, transaction
 from django.db.models import DurationField, ExpressionWrapper, F
 from django.db.models.functions import Now
 
+from django_txmsg import signals
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
@@ -140,6 +141,35 @@ def test_rows_of_a_killed_process_are_soon_free(
         send()
         assert ship() == 1
     assert 30 < seen[1] <= 60
+
+
+def test_exception_of_a_receiver_does_not_end_the_thread() -> None:
+    def receiver(**_: Any) -> None:
+        raise GeneratorExit
+
+    signals.message_dispatched.connect(receiver, weak=False)
+    try:
+        with txmsg(DISPATCH_ON_COMMIT="thread"):
+            for _ in range(2):
+                send()
+                wait_until(lambda: not pending())
+    finally:
+        signals.message_dispatched.disconnect(receiver)
+
+
+def test_exception_of_a_broker_does_not_end_the_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ended(*_: Any, **__: Any) -> Any:
+        raise SystemExit
+
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        with monkeypatch.context() as patch:
+            patch.setattr(DatabaseSession, "send", ended)
+            send()
+            wait_until(lambda: "the relay will do it" in caplog.text)
+        send()
+        wait_until(lambda: pending() == 1)
 
 
 def test_dispatch_off_leaves_messages_to_the_relay() -> None:

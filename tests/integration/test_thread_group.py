@@ -4,7 +4,6 @@ that ends a thread also ends its process, so that a supervisor restarts it."""
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 from django.db import transaction
 
 from django_txmsg import signals, stages
+from django_txmsg.brokers.database import DatabaseBroker, DatabaseSession
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.stage_options import TRANSACTION_MODES, TransactionMode
 from django_txmsg.errors import WorkerFailed
@@ -125,38 +125,53 @@ def test_message_is_processed_once_if_the_log_fails(mode: TransactionMode) -> No
     assert not InboxMessage.objects.exclude(last_error="").exists()
 
 
-def hook() -> None:
-    """Connect a receiver to the signal that the test names. The receiver raises an
-    exception that ends its thread."""
-
+@pytest.mark.parametrize("worst", ["cancelled", "system"])
+@pytest.mark.parametrize(
+    ("mode", "batch"),
+    [("outbox", 1), ("outbox", 4), ("none", 1), ("best_effort_1pc", 1)],
+)
+def test_exception_of_a_receiver_fails_no_message(
+    mode: Any, batch: int, worst: str
+) -> None:
     def receiver(**_: Any) -> None:
-        raise GeneratorExit
+        raise WORST[worst]
 
-    which = os.environ["TXMSG_TEST_ENDS"]
-    getattr(signals, which).connect(receiver, weak=False)
+    signals.message_processed.connect(receiver, weak=False)
+    try:
+        with txmsg(), declared(handler, transaction=mode, batch=batch) as stage:
+            for body in (b'"first"', b'"second"'):
+                put(stage.destination, body)
+            with running(stage):
+                wait_until(lambda: not QueueMessage.objects.exists())
+                # The thread lives: it takes another.
+                put(stage.destination, b'"after"')
+                wait_until(lambda: Effect.objects.filter(name="after").exists())
+    finally:
+        signals.message_processed.disconnect(receiver)
+    assert Effect.objects.count() == 3
+    assert not InboxMessage.objects.exclude(last_error="").exists()
+
+
+class Ending(DatabaseBroker):
+    """An embedded broker whose sessions end the thread that uses them."""
+
+    def open(self, **options: Any) -> DatabaseSession:
+        raise GeneratorExit
 
 
 @pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize(
-    ("command", "which"),
-    [
-        ("consume", "control_message_handled"),
-        ("relay", "message_dispatched"),
-    ],
-)
+@pytest.mark.parametrize("command", ["consume", "relay"])
 def test_a_thread_that_ends_ends_its_process(
-    command: str, which: str, once: bool, manage: Manage
+    command: str, once: bool, manage: Manage
 ) -> None:
     with txmsg(), transaction.atomic():
         send_message("tests.group", None)
     put("tests.group")
-    put("tests.txmsg.control", b"", {"txmsg-id": "no control message"})
     worker = manage(
         command,
         *(["--once"] if once else []),
-        txmsg=IMPATIENT,
-        hook="tests.integration.test_thread_group.hook",
-        env={"TXMSG_TEST_ENDS": which},
+        txmsg={**IMPATIENT, "BROKERS": {"default": {"BACKEND": f"{__name__}.Ending"}}},
+        hook="tests.integration.test_thread_group.declare",
     )
     assert worker.wait() == 1
     assert "ended, and its process with it" in worker.output
