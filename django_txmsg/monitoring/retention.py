@@ -13,7 +13,7 @@ import datetime as dt
 import logging
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from django.db import models, router, transaction
@@ -69,6 +69,8 @@ class Kind:
     rules."""
     clock: str | None = None
     by: str = "pk"
+    service: str | None = None
+    """Which service's rows are deleted, in a database that several share."""
 
     @property
     def logged(self) -> bool:
@@ -83,6 +85,8 @@ class Kind:
             condition = Q(Holds(self.settled, cutoff=instant))
         else:
             condition = self.settled(cutoff)
+        if self.service is not None:
+            condition &= Q(service=self.service)
         return self.model._default_manager.using(using).filter(condition)
 
 
@@ -109,19 +113,28 @@ def kinds() -> list[Kind]:
     ]
 
 
-def kinds_in(using: str) -> list[Kind]:
+def kinds_in(using: str, *, named: bool = False) -> list[Kind]:
     """Return the tables to prune in a database. Where only a broker's queues are used,
-    all other tables are left to the services that use them."""
-    alone = using in with_only_queues()
-    return [kind for kind in kinds() if kind.model is QueueMessage or not alone]
+    all other tables are left to the services that use them. But if an operator has
+    `named` this database, return the outbox for this service's own messages: code may
+    store them there with `using=`."""
+    if using not in with_only_queues():
+        return kinds()
+    own = conf.get().SERVICE
+    return [
+        replace(kind, service=own) if kind.model is OutboxMessage else kind
+        for kind in kinds()
+        if kind.model is QueueMessage or (named and kind.model is OutboxMessage)
+    ]
 
 
 def places(database: str | None) -> list[tuple[Kind, str]]:
     """Return the tables to prune, each with its database. By default, these are the
     tables of the outbox's database, and the embedded brokers' queues in databases of
     their own."""
-    home = router.db_for_write(OutboxMessage)
-    aliases = [database] if database else [home, *with_only_queues()]
+    if database:
+        return [(kind, database) for kind in kinds_in(database, named=True)]
+    aliases = [router.db_for_write(OutboxMessage), *with_only_queues()]
     return [(kind, alias) for alias in aliases for kind in kinds_in(alias)]
 
 

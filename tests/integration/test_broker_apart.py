@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -187,6 +188,34 @@ def test_old_control_messages_are_pruned_and_nothing_else(
 
     assert [one.queue for one in queued.all()] == ["mailing.txmsg.control"]
     assert OutboxMessage.objects.using("other").exists()
+
+
+@pytest.mark.parametrize(
+    "prune",
+    [partial(call_command, "prune_messages", verbosity=0), tasks.prune_messages],
+    ids=["command", "task"],
+)
+def test_own_messages_beside_the_queues_are_pruned_if_the_database_is_named(
+    prune: Callable[..., object],
+) -> None:
+    """`send_message(using=)` stores them there. No setting names the database."""
+    for service in ("tests", "mailing"):
+        for days in (1, 99):
+            put(
+                factories.OutboxMessageFactory,
+                service=service,
+                dispatched=True,
+                created_at=factories.ago(days=days),
+            )
+    outbox = OutboxMessage.objects.using("other")
+
+    with txmsg(BROKERS=APART):
+        prune()
+        assert outbox.count() == 4
+        prune(database="other")
+
+    assert outbox.filter(service="mailing").count() == 2
+    assert outbox.filter(service="tests").count() == 1
 
 
 @pytest.fixture
