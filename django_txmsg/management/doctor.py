@@ -192,16 +192,16 @@ def _database(alias: str) -> Iterator[Examined]:
 
 def _not_served() -> Iterator[Examined]:
     """Yield the databases whose messages of this service no relay dispatches, because
-    only calls with `using=` name the database."""
-    for alias in left_out():
+    only calls with `using=` name the database. A broker may keep its queues there."""
+    for alias in [*left_out(), *with_only_queues()]:
         with contextlib.suppress(AnyDatabaseError):  # without our tables, or away
             late = {one.service for one in in_outbox(alias, most=1) if one.overdue}
             if conf.get().SERVICE in late and not is_read_only(alias):
                 yield Examined(
                     f"outbox in database {alias!r}",
                     BAD,
-                    "messages are overdue. Neither settings, routers nor stages name "
-                    "this database, so no relay serves it by default",
+                    "messages are overdue. Neither settings, routers nor stages say "
+                    "that it stores messages, so no relay serves it by default",
                     f"Also run manage.py relay --database {alias}.",
                 )
 
