@@ -219,7 +219,9 @@ class RateLineManager(SqlManager):
     def changed(self, stage: str, period: float, between: Callable[[], object]) -> None:
         """Apply a stage's rate to all its lines. Then reschedule the messages that are
         not due at the time of their slot. The rate may have changed, or a process with
-        another rate may have parked them. `between` is called after each MOVED
+        another rate may have parked them. A message without a slot is made due only if
+        the next free slot is due before the message expires: else each start of a
+        consumer would try all of them. `between` is called after each MOVED
         messages."""
         now = epoch_sql(connections[self.db])
         self._changed(
@@ -232,7 +234,8 @@ class RateLineManager(SqlManager):
         for part in self._waiting(stage, between):
             self._move(
                 f"i.id IN ({', '.join(map(str, part))}) AND i.lease_token IS NULL"
-                f" AND NOT i.due_at BETWEEN {early} AND {late}",
+                f" AND NOT i.due_at BETWEEN {early} AND {late}"
+                f" AND (i.slot > {NO_SLOT} OR i.due_at > {self._due(slot='l.taken')})",
                 [],
             )
 
@@ -281,10 +284,10 @@ class RateLineManager(SqlManager):
             parameters,
         )
 
-    def _due(self, late: float = 0.0) -> str:
-        """Return SQL for the instant `late` seconds after the slot of row `i` in line
-        `l`."""
-        instant = f"l.origin + i.slot * l.period + {late}"
+    def _due(self, late: float = 0.0, slot: str = "i.slot") -> str:
+        """Return SQL for the instant `late` seconds after a slot in line `l`, by
+        default the slot of row `i`."""
+        instant = f"l.origin + {slot} * l.period + {late}"
         if connections[self.db].vendor == "postgresql":
             return f"to_timestamp({instant})"
         return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', {instant}, 'unixepoch')"

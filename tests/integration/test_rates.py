@@ -438,6 +438,21 @@ def test_a_changed_rate_gives_a_slot_to_a_message_that_would_have_expired(
     assert not waiting()
 
 
+@pytest.mark.parametrize("rate", ["1/h", "70/d"])
+def test_the_start_of_a_consumer_tries_no_message_that_still_gets_no_slot(
+    rate: str,
+) -> None:
+    """The rate may have changed, but not by enough."""
+    with declared(effect, rate="1/h") as one:
+        for _ in range(3):
+            send(one.destination, expires=15 * MINUTES)
+        step(one, times=3)
+        before = [row.due_at for row in waiting()]
+        _record_options(replace(one, rate=Rate.parse(rate)), lambda: None)
+        assert [row.due_at for row in waiting()] == before
+    assert len(before) == 2
+
+
 def test_drain_does_not_wait_for_slots() -> None:
     with declared(effect, rate="1/d") as one:
         for _ in range(3):
