@@ -188,11 +188,23 @@ def test_chosen_letters_that_are_left_are_named() -> None:
         f"Not redelivered: {order.pk} is open (other options exclude it), "
         f"{gone.pk} is discarded (restore it first)."
     )
+    would = run("dead_letters", "redeliver", *chosen, "--stage", "mail", "--dry-run")
+    assert said.replace("Not redelivered", "Would not redeliver") in would
     with pytest.raises(CommandError) as refused:
         run("dead_letters", "redeliver", *chosen, "--stage", "mail")
     assert str(refused.value) == said
     mail.refresh_from_db()
     assert mail.resolution == "redelivered"
+
+
+def test_many_chosen_letters_that_are_left_are_counted() -> None:
+    gone = factories.DeadLetterFactory.create_batch(12, discarded=True)
+    chosen = [str(one.pk) for one in gone]
+    with pytest.raises(CommandError, match=f"{chosen[9]} is .*[)] and 2 more[.]$"):
+        run("dead_letters", "redeliver", *chosen)
+    chosen.append(str(factories.DeadLetterFactory().pk))
+    with pytest.raises(CommandError, match=f"{chosen[9]} is .*[)] and 2 more[.]$"):
+        run("dead_letters", "redeliver", *chosen)
 
 
 def test_a_message_s_resolved_letter_is_not_named_beside_its_open_one() -> None:

@@ -280,6 +280,10 @@ def test_commands_name_the_database_of_a_stages_dead_letters(
             assert said[-1] == "1 open elsewhere: --database other"
             call_command("dead_letters", action, "--reason", "expired")
             assert "elsewhere" not in capsys.readouterr().out
+            # Each database numbers its own bulk operations.
+            DeadLetter.objects.using("other").update(operation=5)
+            call_command("dead_letters", action, "--operation", "5")
+            assert "elsewhere" not in capsys.readouterr().out
 
 
 DRAINED = """

@@ -28,6 +28,7 @@ from ...models.dead_letter import Resolution
 from ...models.fields import clock, local
 from ...models.monitoring import Deed
 from ...monitoring import databases, dead, turns
+from ...monitoring.alarms import listed
 from ...stages import all_stages
 from ..terminal import (
     DatabaseCommand,
@@ -208,6 +209,8 @@ _FLAGS = {
 }
 _CHANGING = ("redeliver", "discard", "restore")
 _NOTING = ("note", "mute", "unmute")
+#: Most chosen dead letters that are named because an action leaves them.
+_LEFT = 10
 #: What a note would ignore, because it is about an error.
 _NOT_FOR_NOTES = (
     "ids", "--dry-run", "--stage", "--destination", "--reason", "--older-than",
@@ -283,7 +286,9 @@ class Command(DatabaseCommand):
             opened = selection.matching("redeliver", filters, using=using)
             show = report.letters if action == "list" else report.groups
             show(opened, 50 if options["limit"] is None else options["limit"])
-            if not (options["json"] or options["database"] or options["ids"]):
+            # Ids and operations have numbers of their own in each database.
+            numbered = options["ids"] or options["operation"] is not None
+            if not (options["json"] or options["database"] or numbered):
                 report.elsewhere(filters, using)
         elif action == "show":
             if not options["ids"]:
@@ -390,8 +395,9 @@ class Command(DatabaseCommand):
     ) -> None:
         letters = selection.matching(action, filters, using=using)
         left = selection.left(action, letters, filters, options["ids"])
+        named = listed(left, _LEFT)
         if left and options["shown"] is None and not letters.exists():
-            raise CommandError(f"Nothing to {action}: {', '.join(left)}.")
+            raise CommandError(f"Nothing to {action}: {named}.")
         if action != "restore" and not options["json"]:
             facts = selection.summary(letters)
             if action == "discard" and facts.in_doubt:
@@ -408,6 +414,8 @@ class Command(DatabaseCommand):
                 )
         if options["dry_run"]:
             report.dry_run(action, Shown.of(letters))
+            if left:
+                self.stderr.write(f"Would not {action}: {named}.")
             return
         token, why = options["shown"], options["why"]
         with transaction.atomic(using=using):
@@ -447,9 +455,10 @@ class Command(DatabaseCommand):
             )
         if operation.state != BulkState.DONE:
             raise CommandError(f"Bulk operation {operation.pk} is {operation.state}.")
-        left += [f"{operation.skipped} skipped"] * bool(operation.skipped)
-        if left:
-            raise CommandError(f"Not {PAST[action].lower()}: {', '.join(left)}.")
+        undone = [named] * bool(left)
+        undone += [f"{operation.skipped} skipped"] * bool(operation.skipped)
+        if undone:
+            raise CommandError(f"Not {PAST[action].lower()}: {', '.join(undone)}.")
 
     def _progress(self, operation: BulkOperation) -> None:
         if not self.stderr.isatty():
