@@ -280,7 +280,10 @@ def test_a_server_s_subscriptions_are_ended_and_not_listed() -> None:
 def test_a_queue_at_a_server_is_not_removed_as_a_subscription() -> None:
     """At RabbitMQ a subscription is a queue, so the name of any queue would do."""
     with (
-        txmsg(BROKERS={"default": {"URL": "amqp://127.0.0.1:1"}}),
+        txmsg(
+            BROKERS={"default": {"URL": "amqp://127.0.0.1:1"}},
+            DEAD_LETTER_DESTINATIONS=["DLQ.mails"],
+        ),
         declared(note, MAIL, name="mails"),
     ):
         for name, why in (
@@ -288,6 +291,7 @@ def test_a_queue_at_a_server_is_not_removed_as_a_subscription() -> None:
             (f"{MAIL}.wait-64s", "delayed messages"),
             (f"{MAIL}.delay-1s", "delayed messages"),
             ("shop.txmsg.control", "control messages"),
+            ("DLQ.mails", "the broker's dead letters"),
         ):
             with pytest.raises(CommandError, match=why):
                 call_command("subscriptions", "remove", TOPIC, name, "--dry-run")

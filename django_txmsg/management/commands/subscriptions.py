@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management.base import CommandError
 from django.db import router
 
-from ... import wire
+from ... import conf, wire
 from ...brokers import get_broker
 from ...brokers.base import Broker
 from ...errors import BrokerError
@@ -100,10 +100,14 @@ class Command(DatabaseCommand):
             used = [one.subscriber for one in all_stages()]
             used += subscriptions.served(_living())
             used += [one.destination for one in all_stages()]
-            if wire.is_control(subscriber) or wire.is_delay_queue(subscriber):
+            if (
+                wire.is_control(subscriber)
+                or wire.is_delay_queue(subscriber)
+                or subscriber in conf.get().DEAD_LETTER_DESTINATIONS
+            ):
                 raise CommandError(
                     f"{subscriber!r} is no subscription, but a queue of control "
-                    f"messages or of delayed messages."
+                    f"messages, of delayed messages or of the broker's dead letters."
                 )
         if subscriber in used:
             raise CommandError(
