@@ -213,8 +213,8 @@ class RabbitMQDialect(Dialect):
         return f"/{kind}/{quote(destination.name, safe='.:-_~')}"
 
     def _exists(self, name: str) -> bool:
-        # Delay queues are always declared here.
-        return not wire.is_delay_queue(name) and any(
+        # Delay queues are always declared here; only AMQP names some ".wait-1s".
+        return not re.search(r"\.delay-\d+s$", name) and any(
             fnmatchcase(name, pattern) for pattern in self.existing.split(",")
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,16 @@ def test_rabbitmq_refuses_a_slash_and_escapes_what_it_decodes() -> None:
         RABBITMQ.address(jms.Queue("a/b"))
 
     assert RABBITMQ.address(jms.Queue("50% ü")) == "/queue/50%25%20%C3%BC"
+
+
+def test_rabbitmq_is_asked_for_an_existing_queue_without_declaring_it() -> None:
+    dialect = replace(RABBITMQ, existing="jobs.*")
+    for name, address in (
+        ("jobs.wait-30s", "/amq/queue/jobs.wait-30s"),
+        ("jobs.delay-32s", "/queue/jobs.delay-32s"),
+        ("mails", "/queue/mails"),
+    ):
+        assert dialect.address(jms.Queue(name)) == address
 
 
 def test_artemis_is_asked_for_a_queue_by_name() -> None:
