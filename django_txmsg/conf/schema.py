@@ -135,8 +135,8 @@ class LakeSettings:
     KEEP_BODIES: bool = True
     """Whether the lake stores the bodies of messages."""
     READER: str | None = None
-    """A replica of the default database for jobs that only read: its alias in DATABASES
-    or its URL."""
+    """A replica of the outbox's database for jobs that only read: its alias in
+    DATABASES or its URL."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def test_a_time_out_of_the_caller_limits_the_whole_batch(
     session = opened(rabbitmq_amqp.url())
     assert session.send([Outgoing(destination, {}, b"first")]) == [None]
     batch = [Outgoing(destination, {}, b"x")] * 5000
-    outcomes = session.send(batch, isolate=True, timeout=0.5)
+    outcomes = session.send(batch, isolate=True, timeout=0.05)
 
     stored = outcomes.index(next(filter(None, outcomes)))
     assert all(isinstance(one, DispatchUnknown) for one in outcomes[stored:])
