@@ -332,6 +332,21 @@ def _unconsumed(status: Status) -> Iterator[Alarm]:
         )  # fmt: skip
 
 
+def _not_judged(status: Status) -> Iterator[Alarm]:
+    since = {
+        label: one.not_judged_since
+        for label, one in status.queues.items()
+        if one.not_judged_since and status.now - one.not_judged_since > DEPLOYED
+    }
+    if since:
+        yield Alarm(
+            "Messages wait in queues that no stage here consumes",
+            f", the oldest for {duration(status.now - min(since.values()))}: "
+            f"{listed([*since])}. Does another service consume them?",
+            tone="warn", table="outboxmessage", query="#queues", about="queues",
+        )  # fmt: skip
+
+
 def _paused(status: Status) -> Iterator[Alarm]:
     for place in sorted(status.stages.values(), key=lambda one: one.name):
         if place.paused_at is not None:
@@ -423,6 +438,7 @@ _FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]], str], ...] = (
     ("dead", _dead, ""),
     ("no-worker", _no_relay, ""),
     ("unconsumed", _unconsumed, "destinations have no known consumer"),
+    ("unconsumed", _not_judged, ""),
     ("paused", _paused, "stages are paused"),
     ("subscription", _abandoned, "subscriptions belong to no stage here"),
 )

@@ -43,6 +43,8 @@ class Waiting:
     for_rate: int = 0
     """For a stage: how many of them wait for a slot of the stage's rate."""
     oldest_due: dt.datetime | None = None
+    not_judged_since: dt.datetime | None = None
+    """For a queue that this service does not judge: since when a message is due."""
     name: str = ""
     """The destination, stage or queue."""
     database: str = ""
@@ -155,7 +157,7 @@ def in_queues(
 ) -> list[Waiting]:
     """Return the messages in the embedded broker, by queue. `held` are the queues whose
     stages are all paused. Their messages never count as due, and neither do messages in
-    other queues than `own`, if given."""
+    other queues than `own`, if given: these have `not_judged_since`."""
     return _by_place(
         using,
         "django_txmsg_queuemessage",
@@ -290,11 +292,13 @@ def _by_place(
     found = []
     for *named, counted in query(using, sql, [-OVERDUE.total_seconds()]):
         count, due_now, overdue, in_flight, again, slots, oldest = read_array(counted)
-        if named[-1] in held or (own is not None and named[-1] not in own):
+        foreign = oldest if own is not None and named[-1] not in own else None
+        if named[-1] in held or foreign is not None:
             due_now, overdue, oldest = 0, 0, None
         found.append(
             Waiting(
                 count, due_now, overdue, in_flight, again, slots, read_instant(oldest),
+                not_judged_since=read_instant(foreign),
                 name=named[-1], database=using, service=named[0],
             )
         )  # fmt: skip

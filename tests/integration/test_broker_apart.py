@@ -89,7 +89,10 @@ def test_every_report_counts_the_queues_and_only_them(admin_client: Client) -> N
     assert waiting == {"mails.confirm": 2, "reports.make": 1}
 
 
-def test_overdue_messages_of_other_services_are_not_reported() -> None:
+def test_overdue_messages_of_other_services_are_only_a_warning() -> None:
+    """No service may consume the queue any more, but another may have paused its
+    stage."""
+    put(factories.QueueMessageFactory, queue="bills.make")  # due now
     for queue in ("reports.make", "mailing.txmsg.control"):
         put(
             factories.QueueMessageFactory,
@@ -107,8 +110,12 @@ def test_overdue_messages_of_other_services_are_not_reported() -> None:
         own = reported(), health.look().state
 
     (facts, code), state = others
-    assert (facts["queued"]["count"], facts["overdue"], code) == (2, 0, 0)
+    assert (facts["queued"]["count"], facts["overdue"], code) == (3, 0, 0)
     assert state == "ok"
+    (warning,) = [one for one in facts["alarms"] if "no stage here consumes" in one]
+    assert "for 1 h 39 min: " in warning
+    assert "reports.make in other" in warning
+    assert "bills.make" not in warning
     (facts, code), state = own
     assert (facts["overdue"], code, state) == (1, 1, "stuck")
 
