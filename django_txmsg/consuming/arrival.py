@@ -31,7 +31,7 @@ from ..runtime.liveness import running
 from ..sending.scope import Scope, in_scope
 from ..stages import Stage
 from . import decoding
-from .protocol import guarded
+from .protocol import guarded, is_outage
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +305,11 @@ class Mode(ABC):
         """Return whether the stage failed because its broker did not answer, or because
         a destination at its broker currently accepts no messages."""
         return False
+
+    def is_outage(self, error: BaseException, raw: Any) -> bool:
+        """Return True if the broker or the stage's own database is unavailable. `raw`
+        is the driver's connection of the stage before the attempt."""
+        return is_outage(error, raw)
 
     def locks_parked(self) -> bool:
         """Return whether the stage keeps the row of a parked message locked while it

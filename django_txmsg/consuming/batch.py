@@ -23,7 +23,7 @@ from ..runtime import database_health
 from . import decoding, failure, inbox, ordering, protocol
 from .arrival import Arrival, Outcome, Processed
 from .inbox import announce_processed, is_handlers
-from .protocol import Undecided, is_outage
+from .protocol import Undecided
 
 
 class Savepoints:
@@ -153,7 +153,7 @@ class _Batch:
             )
         except BaseException as error:
             refused = isinstance(error, Undecided | protocol.LostRace)
-            if not refused and (is_outage(error, on) or not is_handlers(error)):
+            if not refused and (mode.is_outage(error, on) or not is_handlers(error)):
                 raise
             # The commit failed for all: run each in a transaction of its own, to find
             # the one at fault.

@@ -38,7 +38,7 @@ from ..stages import Stage
 from . import decoding, ordering
 from .arrival import Arrival, Duplicate, Interrupted, Outcome, Processed, SentBack
 from .failure import bury, failed, let_expire, postpone, unreadable
-from .protocol import Conflicts, LostRace, Undecided, is_outage
+from .protocol import Conflicts, LostRace, Undecided
 
 log = logging.getLogger("django_txmsg.inbox")
 
@@ -140,7 +140,7 @@ def _worked(arrival: Arrival) -> Outcome:
             if arrival.begun:
                 abandon(connections[arrival.using])
             arrival.begun = False
-            if not mode.transacted and is_outage(error, on):
+            if not mode.transacted and mode.is_outage(error, on):
                 # The message itself may crash the server.
                 arrival.count_again(error)
                 raise
@@ -201,8 +201,9 @@ def run(arrival: Arrival, message: Message) -> Processed:
         def final(error: BaseException) -> bool:
             """Return True if neither the message nor its handler has caused the error.
             The middlewares must not decide about such an error."""
-            faultless = database_health.lost_conflict(error) or is_outage(error, on)
-            return faultless or not is_handlers(error)
+            lost = database_health.lost_conflict(error)
+            outage = arrival.mode.is_outage(error, on)
+            return lost or outage or not is_handlers(error)
 
         try:
             outside.run(message, transact, final)

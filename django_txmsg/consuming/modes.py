@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from django.db import Error as AnyDatabaseError
 from django.db import connections, transaction
@@ -33,6 +34,7 @@ from ..errors import (
 from ..models.inbox_arrival import InboxRecord
 from ..models.outbox_store import NewMessage
 from ..models.turn import Turn
+from ..runtime import database_health
 from ..runtime.connections import close_broken, recycle
 from ..sending.scope import Scope
 from ..sending.storing import store
@@ -145,6 +147,14 @@ class Outside(Outbox):
             finish=lambda *_: ordering.wake([arrival]),
         )
         return employed
+
+    def is_outage(self, error: BaseException, raw: Any) -> bool:
+        """Return True if the broker or the stage's own database is unavailable. `run()`
+        may have closed `raw`, so test the database if another one may have failed."""
+        outage = super().is_outage(error, raw)
+        if outage and database_health.note(self.using, error):
+            return database_health.error(self.using) is not None
+        return outage
 
     def locks_parked(self) -> bool:
         """Return False, because no transaction is open while the handler runs."""

@@ -5,18 +5,20 @@ new connection for the next attempt. The tests check this at the server."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from django.db import connection, connections
+from django.db import OperationalError, connection, connections
 
+from django_txmsg import Refuse
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.envelope.message import Message
-from django_txmsg.models import InboxMessage
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage
+from django_txmsg.models.queue import QueueMessage
 from django_txmsg.runtime.thread_group import ThreadGroup
-from django_txmsg.stages import Stage
+from django_txmsg.stages import CallNext, Stage
 from tests import services
 from tests.app.models import Effect
 from tests.faults import wait_until
@@ -130,6 +132,50 @@ def test_a_connection_that_breaks_in_a_handlers_hands_breaks_one_attempt(
         wait_until(lambda: Effect.objects.count() == 4)
     attempts = InboxMessage.objects.values_list("attempts", flat=True)
     assert sorted(attempts) == [1, 1, 1, 2]
+
+
+def refusing(call_next: CallNext) -> Callable[[Message], Any]:
+    """A middleware that buries a message whose handler could not use a database."""
+
+    def run(message: Message) -> Any:
+        try:
+            return call_next(message)
+        except OperationalError as error:
+            raise Refuse("no database") from error
+
+    return run
+
+
+refusing.outside_transaction = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("middleware", [False, True])
+def test_outage_of_another_database_is_a_failure_of_a_handler_outside_transactions(
+    second: str, middleware: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread gives its own connection back before it calls the handler. That is no
+    outage of its own database, so the policy decides about the message."""
+    nobody = {"HOST": "127.0.0.1", "PORT": str(services.free_port())}
+    monkeypatch.setitem(
+        connections.databases, second, {**connections.databases[second], **nobody}
+    )
+
+    def handler(message: Message) -> None:
+        Effect.objects.using(second).exists()
+
+    with (
+        txmsg(
+            REDELIVERY={"INITIAL_DELAY": 600.0, "MAX_DELAY": 600.0},
+            STAGE_MIDDLEWARE=[f"{__name__}.refusing"] if middleware else [],
+        ),
+        declared(handler, transaction="none") as stage,
+        running(stage),
+    ):
+        put(stage.destination)
+        wait_until(Attempt.objects.exists)
+        wait_until(lambda: not QueueMessage.objects.exists())
+    assert InboxMessage.objects.get().attempts == 1
+    assert DeadLetter.objects.filter(reason="refused").exists() == middleware
 
 
 @pytest.mark.parametrize(("age", "kept"), [(0, False), (None, True), (600, True)])
