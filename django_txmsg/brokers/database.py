@@ -18,6 +18,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 from urllib.parse import parse_qsl
 
@@ -313,7 +314,10 @@ class DatabaseSession(Session):
         # subscriptions are read.
         with transaction.atomic(self._using, savepoint=False):
             queues = self._subscriptions.queues(topics) if topics else {}
-            rows = [
+            copies = [
+                (one, queues.get(one.destination, [one.destination])) for one in batch
+            ]
+            rows = (
                 QueueMessage(
                     queue=queue,
                     headers=dict(one.headers),
@@ -321,15 +325,19 @@ class DatabaseSession(Session):
                     **priority(one),
                     available_at=due_in(one.delay),
                 )
-                for one in batch
-                for queue in queues.get(one.destination, [one.destination])
-            ]
-            # A topic's copies have more bytes than the relay has claimed.
-            largest = max((len(row.body) for row in rows), default=0)
-            at_once = claiming.MAX_BYTES // max(1, largest)
-            self._rows.bulk_create(rows, batch_size=max(1, min(500, at_once)))
-        shed(self._using, sum(len(row.body) for row in rows))
-        self._to_notify |= {notifications.queue(row.queue) for row in rows}
+                for one, names in copies
+                for queue in names
+            )
+            # A topic's copies have more bytes than the relay has claimed, and may be
+            # many: only those of one statement are in memory.
+            largest = max((len(one.body) for one in batch), default=0)
+            at_once = max(1, min(500, claiming.MAX_BYTES // max(1, largest)))
+            while part := list(islice(rows, at_once)):
+                self._rows.bulk_create(part)
+        shed(self._using, sum(len(one.body) * len(names) for one, names in copies))
+        self._to_notify |= {
+            notifications.queue(queue) for _, names in copies for queue in names
+        }
         self._to_notify |= {
             notifications.later(one.delay) for one in batch if one.delay
         }

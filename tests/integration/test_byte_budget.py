@@ -3,6 +3,7 @@ rows."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -118,14 +119,20 @@ def test_a_statement_that_copies_to_subscribers_is_limited_in_bytes() -> None:
         with broker.open(subscriber=name) as session:
             session.subscribe("topic:tests.t", prefetch=1, subscriber=name)
     stored: list[int] = []
+    in_memory: list[int] = []
+
+    def copies() -> int:
+        return sum(isinstance(one, QueueMessage) for one in gc.get_objects())
 
     def watch(execute: Any, sql: str, values: Any, *rest: Any) -> Any:
         if sql.startswith("INSERT"):
+            in_memory.append(copies() - before)
             given = (getattr(one, "obj", one) for one in values)  # of psycopg.Binary
             bodies = [one for one in given if isinstance(one, bytes | memoryview)]
             stored.append(sum(map(len, bodies)))
         return execute(sql, values, *rest)
 
+    before = copies()
     batch = [Outgoing("topic:tests.t", {}, b"x" * 300) for _ in range(4)]
     with broker.open() as session, connection.execute_wrapper(watch):
         assert session.send(batch) == [None] * 4
@@ -133,6 +140,7 @@ def test_a_statement_that_copies_to_subscribers_is_limited_in_bytes() -> None:
     assert QueueMessage.objects.count() == len(batch) * len(names)
     assert sum(stored) == 300 * len(batch) * len(names)
     assert max(stored) <= 1000
+    assert max(in_memory) * 300 <= 1000
 
 
 def test_prefetch_is_limited_in_bytes() -> None:
