@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 from django.db import connections, transaction
@@ -14,6 +15,7 @@ from ..django_internals import hooks, in_block, last_hook
 from ..envelope.message import Message
 from ..errors import DuplicateMessage
 from ..models import OutboxMessage
+from ..models.fields import OneOf
 from ..models.outbox_store import NewMessage
 from .scope import CommitHook, current_scope
 
@@ -52,7 +54,7 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     refused = [row for row in missing if row.origin != "derived" or row.unique]
     if refused or len(created) + len(missing) < len(rows):
         ids = [pk for pk, _ in created.values()]
-        OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
+        OutboxMessage.objects.using(alias).filter(OneOf("pk", ids)).delete()
         raise DuplicateMessage(_duplicates(rows, set(created)))
     instants = {message_id: instant for message_id, (_, instant) in created.items()}
     if missing and (apart := set_apart(missing, alias)):
@@ -86,7 +88,7 @@ def set_apart(rows: list[NewMessage], alias: str) -> list[NewMessage]:
     in a session of its own.
     """
     known = OutboxMessage.objects.using(alias).filter(
-        message_id__in=[row.message_id for row in rows], replay_id=""
+        OneOf("message_id", [row.message_id for row in rows]), replay_id=""
     )
     stored = {
         message_id: (destination, key, bytes(body))
@@ -149,8 +151,8 @@ def after_commit(
 
 
 def _duplicates(rows: list[NewMessage], stored: set[uuid.UUID]) -> str:
-    ids = [str(row.message_id) for row in rows]
-    twice = sorted({one for one in ids if ids.count(one) > 1} or set(ids))
+    counts = Counter(str(row.message_id) for row in rows)
+    twice = sorted([one for one, count in counts.items() if count > 1] or counts)
     known = [one for one in twice if uuid.UUID(one) not in stored] or twice
     return (
         f"Message {', '.join(known[:5])} is stored already, and an id is stored once. "

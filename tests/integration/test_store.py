@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
+import sqlite3
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -101,6 +103,9 @@ def test_the_second_store_of_an_id_is_refused_and_the_transaction_goes_on() -> N
     assert Order.objects.exists()
 
 
+#: The most parameters of a statement of SQLite.
+MOST_PARAMETERS = 32_766
+
 # Few are an INSERT of values; many are a COPY where the database has one.
 FEW_AND_MANY = pytest.mark.parametrize("count", [3, 20])
 
@@ -122,6 +127,34 @@ def test_duplicate_in_send_messages_stores_none(count: int) -> None:
             )
         Order.objects.create(number="1")
     assert OutboxMessage.objects.count() == Order.objects.count() == 1
+
+
+@pytest.fixture
+def default_limit() -> Iterator[None]:
+    """Let SQLite take as many parameters as by default: Debian's takes more."""
+    connection.ensure_connection()
+    raw: Any = connection.connection
+    if not hasattr(raw, "setlimit"):  # another database, or Python 3.10
+        yield
+        return
+    kind = sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER
+    before = raw.setlimit(kind, MOST_PARAMETERS)
+    yield
+    raw.setlimit(kind, before)
+
+
+@pytest.mark.usefixtures("default_limit")
+def test_duplicate_among_more_than_the_parameters_of_a_query_stores_none() -> None:
+    ids = [uuid.uuid4() for _ in range(MOST_PARAMETERS + 1)]
+    with transaction.atomic():
+        with pytest.raises(DuplicateMessage, match=f"Message {ids[-1]} is stored"):
+            send_messages(
+                {"destination": "orders", "body": 1, "message_id": one}
+                for one in [*ids, ids[-1]]
+            )
+        Order.objects.create(number="1")
+    assert Order.objects.exists()
+    assert not OutboxMessage.objects.exists()
 
 
 @FEW_AND_MANY
