@@ -46,6 +46,8 @@ REPLY_TO = "txmsg-reply-to"
 JMS_REPLY_TO = "reply-to"
 #: The part that the answer returns: the waiting run, and its turn.
 TICKET = "txmsg-ticket"
+#: The prefix of a signal's ticket.
+SIGNAL = "signal"
 #: The id of the first run, which has caused all the others.
 FLOW = "txmsg-flow"
 #: Steps since the last sleep or wait.
@@ -89,6 +91,16 @@ def is_request(headers: Mapping[str, str]) -> bool:
     """Return whether a flow waits for the answer to a message. Such a request expires
     when the flow stops waiting. It is then dropped instead of buried."""
     return TICKET in headers and REPLY_TO in headers
+
+
+def continues_run(headers: Mapping[str, str]) -> bool:
+    """Return whether a run of a flow waits for this message and not for an answer to
+    it. A signal is no such message: the run does not wait for it."""
+    ticket = headers.get(TICKET, "")
+    expected = (
+        ticket and not ticket.startswith(f"{SIGNAL};") and REPLY_TO not in headers
+    )
+    return bool(expected) or UNDOES in headers
 
 
 def conversation(headers: Mapping[str, str]) -> dict[str, str]:

@@ -318,6 +318,8 @@ class MessagePages(Pages):
         return self._done(
             request, message_id, Deed.CANCEL, "Cancelled", why,
             lambda: cancel_message(message_id, why=by, using=using),
+            unless="it is no longer pending, a relay is sending it now, or a run of a "
+            "flow waits for it.",
         )  # fmt: skip
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:

@@ -22,7 +22,7 @@ from ..sending.undoing import given_up, revoke
 from . import joining
 from .declaration import Declaration
 from .going import Going, late
-from .sending import SIGNAL, send_signal
+from .sending import send_signal
 from .values import Cancelled, Fail
 
 #: How long a signal waits for its run in total, and between two tries at most and at
@@ -63,7 +63,7 @@ def go_on(declared: Declaration, message: Message) -> None:
     if wire.UNDOES in given:
         return _cancelled(declared, message)
     text = given.get(wire.TICKET, "")
-    if text.startswith(f"{SIGNAL};"):
+    if text.startswith(f"{wire.SIGNAL};"):
         return _signalled(declared, message)
     # A consumer that is not of this package returns it as JMS does.
     text = text or message.correlation_id or ""

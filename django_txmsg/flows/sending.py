@@ -22,9 +22,6 @@ from ..sending.scope import current_scope
 from .declaration import Declaration, Step, declarations
 from .values import deadline_id
 
-#: The prefix of a signal's turn.
-SIGNAL = "signal"
-
 
 def identify(
     declared: Declaration, content: Callable[[], tuple[object, ...]], messages: int = 1
@@ -77,7 +74,7 @@ def send_signal(
     at = wire.format_instant(since or clock(declared.using))
     declared.send(
         body,
-        {wire.TICKET: f"{SIGNAL};{fitting[0].name};{at};{check_key(key)}"},
+        {wire.TICKET: f"{wire.SIGNAL};{fitting[0].name};{at};{check_key(key)}"},
         to=declared.address_of(fitting[0]),
         delay=delay,
     )

@@ -75,6 +75,7 @@ class Cancel(_PerMessage):
     help = "Cancels pending messages. Exits with 1 if a message was not pending."
     done = "cancelled"
     deed = Deed.CANCEL
+    unless = f"{_PerMessage.unless}, or a run of a flow waits for them"
     reason = "the reason, which is stored with the message"
     change = staticmethod(cancel_message)
 

@@ -7,6 +7,7 @@ import uuid
 
 from django.db import router, transaction
 
+from .. import wire
 from ..envelope.message import check_duration
 from ..errors import InvalidMessage
 from ..models import OutboxMessage
@@ -24,13 +25,19 @@ def cancel_message(
     Returns False, and changes nothing, if the message does not exist, is dispatched or
     dead, or if a relay is sending it now. Also returns False if the message has a key
     and a relay has claimed it before, because later messages of the key must follow it.
+    Also returns False for a message without which a run of a flow does not continue: an
+    undo, an answer, a time-out, or the message of a resume() or later().
 
     If a relay has sent the message before and received no answer from the broker, the
     message may arrive although it is cancelled. Raises InvalidMessage if the id is not
     a UUID.
     """
     alias = _alias(message_id, using)
-    return bool(OutboxMessage.objects.db_manager(alias).cancel([message_id], why=why))
+    rows = OutboxMessage.objects.db_manager(alias)
+    stored = rows.filter(message_id=message_id).values_list("headers", flat=True)
+    if any(map(wire.continues_run, stored)):
+        return False
+    return bool(rows.cancel([message_id], why=why))
 
 
 def reschedule_message(

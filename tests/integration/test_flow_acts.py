@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 
-from django_txmsg import stages
+from django_txmsg import cancel_message, stages
 from django_txmsg.consuming import bulk_thread
 from django_txmsg.errors import AlreadyRunning
 from django_txmsg.flows import acts, cancel, start
@@ -260,6 +261,49 @@ def test_run_waits_on_if_its_dead_undo_is_discarded_and_says_what_to_do() -> Non
     advice = "Discard the dead letter only if its reason is undo_in_doubt"
     with pytest.raises(CommandError, match=advice):
         command("cancel", run.run_id)
+
+
+def _undo(run: Run) -> uuid.UUID:
+    command("cancel", run.run_id)
+    ship()
+    take(stages.find(["acts.trip.steps"])[0])
+    found = again(run).request_id
+    assert found is not None
+    return found
+
+
+def _resumed(run: Run) -> uuid.UUID:
+    command("resume", run.run_id, "--value", "true")
+    return OutboxMessage.objects.latest("pk").message_id
+
+
+def _timed_out(run: Run) -> uuid.UUID:
+    command("time-out", run.run_id)
+    fire()
+    return OutboxMessage.objects.latest("pk").message_id
+
+
+@pytest.mark.parametrize("stored", [_undo, _resumed, _timed_out])
+def test_message_that_a_run_waits_for_cannot_be_cancelled(
+    stored: Callable[[Run], uuid.UUID],
+) -> None:
+    run = waiting()
+    message_id = stored(run)
+
+    with pytest.raises(CommandError, match="or a run of a flow waits for them"):
+        call_command("txmsg", "cancel", str(message_id))
+
+    drain()
+    assert again(run).ended_at is not None
+
+
+def test_request_of_a_flow_can_be_cancelled() -> None:
+    run = begin()
+    ship()
+    take(stages.find(["acts.trip"])[0])
+    request_id = again(run).request_id
+    assert request_id is not None
+    assert cancel_message(request_id)
 
 
 def test_go_back_undoes_what_came_later_and_calls_the_step_again() -> None:

@@ -22,6 +22,7 @@ from django_txmsg import (
     Message,
     RedeliveryPolicy,
     Refuse,
+    cancel_message,
     message_type,
     outbox_session,
     send_message,
@@ -769,6 +770,12 @@ def test_a_signal_before_its_run_waits_for_it_and_for_no_other() -> None:
     )
     drain()
     assert DeadLetter.objects.get().reason == "no_run"
+
+
+def test_signal_that_was_not_sent_can_be_cancelled() -> None:
+    with transaction.atomic():
+        Checkout.signal("nobody", Note("early"))
+    assert cancel_message(OutboxMessage.objects.get().message_id)
 
 
 def test_signal_dated_in_the_future_waits_no_longer_than_any_other() -> None:
