@@ -16,7 +16,7 @@ from .. import conf, wire
 from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..errors import DecodeError
-from ..models import DeadLetter, FlowUndo, InboxMessage, OutboxMessage, Run
+from ..models import Branch, DeadLetter, FlowUndo, InboxMessage, OutboxMessage, Run
 from ..models.dead_letter import Resolution
 from ..models.fields import clock
 from ..models.run import WaitsFor
@@ -183,9 +183,11 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
     ticket = wire.ticket(run.run_id, turn)
     letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
     same = Q(correlation_id__in=(run.correlation_id, ticket))
-    if run.waits_for == WaitsFor.JOIN:
-        # Those of a gather whose requests go to consumers that are not of this package.
-        # This reads all open letters: indexes find no beginnings of texts.
+    branches = Branch.objects.using(using).filter(batch__turn=turn)
+    asked = branches.filter(destination__in=foreign)
+    if run.waits_for == WaitsFor.JOIN and asked.exists():
+        # The correlation id of a foreign request, and of its answer, is the ticket and
+        # the branch. This reads all open letters: indexes find no beginnings of texts.
         same |= Q(correlation_id__startswith=f"{ticket}/")
     for one in letters.filter(same).only("stage", "message_id", "headers"):
         # A join's requests without a deadline are those of a batch, and outlive it.

@@ -70,6 +70,7 @@ from django_txmsg.models.batch import Progress
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import retention
 from django_txmsg.rules.dead_letters import GONE_ON
+from django_txmsg.sending.typed_name import foreign
 from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect
@@ -417,6 +418,15 @@ def test_a_request_that_the_broker_refuses_is_answered_at_once(
     assert effects() == ["price 1"]
 
 
+@pytest.fixture
+def foreign_price() -> Iterator[None]:
+    """Let the consumer of `price` be one without this package."""
+    foreign.add(str(price))
+    yield
+    foreign.remove(str(price))
+
+
+@pytest.mark.usefixtures("foreign_price")
 def test_a_join_closes_the_dead_letter_of_a_foreign_answer() -> None:
     """An unreadable answer without our headers becomes a dead letter. The answer's
     correlation id contains the join's ticket and the number of the request. When the

@@ -504,7 +504,10 @@ def test_a_redelivery_one_first_reads_only_its_letters_that_died_again(
     assert found == [1]
 
 
-def test_a_run_whose_wait_is_over_reads_only_its_own_dead_letters() -> None:
+@pytest.mark.parametrize("waits_for", [WaitsFor.ANSWER, WaitsFor.JOIN])
+def test_a_run_whose_wait_is_over_reads_only_its_own_dead_letters(
+    waits_for: WaitsFor,
+) -> None:
     DeadLetter.objects.all().delete()
     DeadLetter.objects.create(
         message_id=uuid.uuid4(), destination="q", correlation_id="c"
@@ -512,7 +515,7 @@ def test_a_run_whose_wait_is_over_reads_only_its_own_dead_letters() -> None:
     copies(DeadLetter, message_id="gen_random_uuid()", correlation_id="'c' || n")
     with connection.cursor() as cursor:
         cursor.execute(f"ANALYZE {DeadLetter._meta.db_table}")
-    run = Run(run_id=uuid.uuid4(), correlation_id="c17", waits_for=WaitsFor.ANSWER)
+    run = Run(run_id=uuid.uuid4(), correlation_id="c17", waits_for=waits_for)
 
     def end() -> None:
         with transaction.atomic():
