@@ -233,7 +233,7 @@ def _old_line(cutoff: dt.datetime) -> Q:
         key=OuterRef("key"),
         slot__isnull=False,
         due_at__isnull=False,
-    )
+    ).exclude(key="")  # as in the index's condition: SQLite does not infer it
     return Q(LessThan(last, Value(cutoff.timestamp()))) & ~Q(Exists(waiting))
 
 
