@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from django.db import connections, models
@@ -31,6 +32,9 @@ from .turn import Turn
 
 #: Message types by name, each with the version of this code.
 Reads = Sequence[tuple[str, int]]
+
+#: Stages that one query looks up. SQLite allows 500 SELECTs in a UNION ALL.
+LOOKED_TOGETHER = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +101,23 @@ class ParkingManager(SqlManager):
     def due_stages(self, stages: Mapping[str, Reads | None]) -> set[str]:
         """Return the stages that have a parked message which is due, unclaimed and
         readable by this code."""
-        connection = connections[self.db]
-        now = began_sql(connection)
-        queries: list[str] = []
-        parameters: list[Any] = []
-        for stage, reads in stages.items():
-            readable, versions = _readable("", reads)
-            queries.append(
-                f"SELECT %s AS stage WHERE EXISTS (SELECT 1 FROM {self._table}"  # noqa: S608 - constants only
-                f" WHERE stage = %s AND due_at <= {now}{readable}"
-                f" AND {rules.NOT_LEASED.sql(now=now)})"
-            )
-            parameters += [stage, stage, *versions]
-        rows = self._rows(" UNION ALL ".join(queries), parameters)
-        return {stage for (stage,) in rows}
+        now = began_sql(connections[self.db])
+        found: set[str] = set()
+        left = iter(stages.items())
+        while part := list(islice(left, LOOKED_TOGETHER)):
+            queries: list[str] = []
+            parameters: list[Any] = []
+            for stage, reads in part:
+                readable, versions = _readable("", reads)
+                queries.append(
+                    f"SELECT %s AS stage WHERE EXISTS (SELECT 1 FROM {self._table}"  # noqa: S608 - constants only
+                    f" WHERE stage = %s AND due_at <= {now}{readable}"
+                    f" AND {rules.NOT_LEASED.sql(now=now)})"
+                )
+                parameters += [stage, stage, *versions]
+            rows = self._rows(" UNION ALL ".join(queries), parameters)
+            found.update(stage for (stage,) in rows)
+        return found
 
     def claim_parked(
         self, stage: str, token: uuid.UUID, lease: float, reads: Reads | None = None
