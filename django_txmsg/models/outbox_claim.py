@@ -188,6 +188,17 @@ class ClaimingManager(SqlManager):
         own, stored_by = _ours_sql(services)
         ours = f"{{0}}.broker = %s AND {own}"
         now = now_sql(connection)
+        # Limited for each key: a million rows can follow a delayed one.
+        earlier = f"""
+            SELECT e.id FROM {table} e
+            WHERE e.key = held.key AND e.id <= held.last AND NOT (e.key = '')
+              AND {PENDING_OTHERWISE.sql("e")} AND {ours.format("e")}
+            ORDER BY e.id LIMIT %s
+        """  # noqa: S608 - constants only
+        if connection.vendor == "postgresql":
+            join = f"CROSS JOIN LATERAL ({earlier}) e"
+        else:
+            join = f"JOIN {table} e ON e.id IN ({earlier})"
         rows = self._rows(
             f"""
             WITH held AS MATERIALIZED (
@@ -197,13 +208,9 @@ class ClaimingManager(SqlManager):
                   AND NOT (c.key = '') AND c.due_at <= {now}
                   AND {rules.NOT_LEASED.sql("c", now=now)}
                 GROUP BY c.key)
-            SELECT e.id FROM held JOIN {table} e
-                ON e.key = held.key AND e.id <= held.last
-            WHERE NOT (e.key = '') AND {PENDING_OTHERWISE.sql("e")}
-              AND {ours.format("e")}
-            ORDER BY e.id LIMIT %s
+            SELECT e.id FROM held {join} ORDER BY e.id LIMIT %s
             """,  # noqa: S608 - constants only
-            [*values, broker, *stored_by, broker, *stored_by, limit],
+            [*values, broker, *stored_by, broker, *stored_by, limit, limit],
         )
         return [pk for (pk,) in rows]
 

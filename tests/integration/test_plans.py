@@ -126,6 +126,23 @@ def test_finding_held_back_rows_reads_no_others(backlog: list[int]) -> None:
     assert read_for(lambda: OutboxMessage.objects.held_back(few, 100, **claims)) < 200
 
 
+def test_rows_behind_a_delayed_row_of_their_key_are_not_all_read() -> None:
+    OutboxMessage.objects.update(dispatched_at=Now())
+    copies(OutboxMessage, message_id="gen_random_uuid()", dispatched_at="NULL")
+    rows = OutboxMessage.objects.filter(dispatched_at=None).order_by("id")
+    first, last = rows[0], rows.latest("id")
+    rows.filter(pk=first.pk).update(due_at=Now() + dt.timedelta(hours=1))
+    found: list[int] = []
+
+    def look() -> None:
+        found[:] = OutboxMessage.objects.held_back(
+            [last.pk], 100, broker="default", services=["tests"]
+        )
+
+    assert read_for(look) < 1000
+    assert (found[0], len(found)) == (first.pk, 100)
+
+
 def test_settling_walks_over_nothing_else(backlog: list[int]) -> None:
     few = backlog[-10:]
     token = claim(ids=few)
