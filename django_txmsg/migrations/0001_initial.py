@@ -1498,7 +1498,7 @@ class Migration(migrations.Migration):
                 "indexes": [
                     models.Index(
                         condition=models.Q(("due_at__isnull", False)),
-                        fields=["service", "due_at"],
+                        fields=["service", "flow", "due_at"],
                         name="txmsg_run_due",
                     ),
                     models.Index(fields=["flow", "key"], name="txmsg_run_key"),

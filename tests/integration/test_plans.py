@@ -539,3 +539,30 @@ def test_a_run_whose_wait_is_over_reads_only_its_own_dead_letters(
             undoing.overtaken(run, uuid.uuid4(), "default")
 
     assert read_for(end) < 50
+
+
+def test_due_runs_of_a_removed_flow_are_not_read() -> None:
+    """A process that does not know a flow leaves its deadlines to others."""
+    run = Run(service="tests", flow="gone", run_id=uuid.uuid4(), first_run=uuid.uuid4())
+    run.version, run.turn, run.due_at = 1, uuid.uuid4(), Now() - dt.timedelta(hours=1)
+    run.save()
+    copies(Run, run_id="gen_random_uuid()", turn="gen_random_uuid()")
+    runs = Run.objects
+    found: list[Any] = []
+
+    def look() -> None:
+        found[:] = [runs.next_due(["tests", "tests-before"], ["known", "other"])]
+
+    def fire() -> None:
+        with transaction.atomic():
+            found[:] = runs.claim_due(["tests", "tests-before"], ["known", "other"], 9)
+
+    assert read_for(look) < 500
+    assert found == [None]
+    assert read_for(fire) < 500
+    assert found == []
+    runs.filter(pk=run.pk).update(flow="known")
+    assert read_for(look) < 500
+    assert found[0] < -3000
+    assert read_for(fire) < 1000
+    assert found == [run]
