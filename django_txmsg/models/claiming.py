@@ -93,6 +93,9 @@ class Room:
 
     total: int
     alone: int
+    #: Whether to skip larger bodies and claim those behind them. To find such a body,
+    #: the claim may read the whole queue.
+    skips: bool = False
 
     @property
     def complete(self) -> bool:
@@ -150,7 +153,7 @@ class _Claims:
         part = limit // max(1, len(members))
         total = max(0, part - share.held)
         if not alone:
-            return Room(total, 0)
+            return Room(total, 0, skips=not share.held)
         large = sum(one.held for one in members if one.held > part)
         if not large:
             self._crowded = None
@@ -158,7 +161,7 @@ class _Claims:
         now = time.monotonic()
         self._crowded = now if self._crowded is None else self._crowded
         patient = now - self._crowded < PATIENCE
-        return Room(total, max(0, limit - large) if patient else 0)
+        return Room(total, max(0, limit - large) if patient else 0, skips=True)
 
 
 _claims = PerProcess(_Claims)

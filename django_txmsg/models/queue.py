@@ -60,8 +60,7 @@ class QueueManager(SqlManager):
             _TABLE,
             due="available_at",
             where=f"c.queue = %s AND c.available_at <= {began_sql(connection)}"
-            # Without room for a large body, those behind it are claimed.
-            f" AND {which}{'' if room.complete else ' AND length(c.body) <= %s'}",
+            f" AND {which}{' AND length(c.body) <= %s' if room.skips else ''}",
             assign=f"available_at = {later_sql(connection)},"
             " lease_token = %s, deliveries = deliveries + 1",
             returning="id, headers, body, deliveries, priority",
@@ -71,7 +70,7 @@ class QueueManager(SqlManager):
             sql,
             [
                 queue,
-                *(() if room.complete else (room.largest,)),
+                *([room.largest] if room.skips else []),
                 *bounds(limit, room.total, alone=room.alone),
                 lease,
                 token.hex,

@@ -15,6 +15,7 @@ from django.db import connection, transaction
 from django.db.models.functions import Now
 
 from django_txmsg.admin import changes, groups
+from django_txmsg.brokers.database import DatabaseBroker
 from django_txmsg.dead_letters import bulk, selection
 from django_txmsg.models import (
     Attempt,
@@ -24,6 +25,7 @@ from django_txmsg.models import (
     OutboxMessage,
     QueueMessage,
     Run,
+    claiming,
 )
 from django_txmsg.models.fields import clock
 from django_txmsg.models.run import WaitsFor
@@ -261,6 +263,24 @@ def test_queued_messages_are_not_read_before_their_time() -> None:
         assert len(rows) == 1
 
     assert read_for(claim_one) < 100
+
+
+def test_session_with_bodies_does_not_search_the_queue_for_a_small_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch has used most of its session's bytes. All bodies in the queue are larger
+    than what is left."""
+    monkeypatch.setattr(claiming, "MAX_BYTES", 1000)
+    claiming._claims.clear()  # sessions that another test has not closed
+    QueueMessage.objects.create(queue="tests.r", body=b"x" * 700)
+    with DatabaseBroker("default", "database://?poll=0.01").open() as session:
+        session.subscribe("tests.r", prefetch=50)
+        held = session.receive(0)
+        assert held is not None
+        copies(QueueMessage, available_at="now()", body="repeat('x', 400)::bytea")
+        assert read_for(lambda: session.receive(0)) < 200
+        session.ack([held])
+        assert session.receive(0) is not None
 
 
 def test_a_claim_takes_no_more_than_its_limit_whatever_the_plan() -> None:
