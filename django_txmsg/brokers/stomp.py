@@ -32,7 +32,7 @@ from ..jms.delivery import DEFAULT, Encoded
 from ..jms.dialect import MAX_PROPERTY
 from ..jms.frames import escape
 from ..jms.message import Provided
-from . import java, refusals
+from . import deaths, java, refusals
 from .base import Broker, Delivery, Outgoing, Session, acknowledges_now, faults
 
 #: Headers that differ for each message.
@@ -188,8 +188,8 @@ def _unanswered(error: jms.MessagingError) -> DispatchUnknown:
 
 
 #: Headers in which brokers record why they gave up on a message, and its destination.
-_CAUSES = ("dlqDeliveryFailureCause", "x-first-death-reason", "_AMQ_ORIG_ADDRESS")
-_ORIGINS = ("originalDestination", "original-destination", "x-first-death-queue")
+_CAUSES = ("dlqDeliveryFailureCause", "_AMQ_ORIG_ADDRESS")
+_ORIGINS = ("originalDestination", "original-destination")
 #: How often a broker must hang up on a message sent alone before that counts as a
 #: refusal.
 HANG_UPS = 3
@@ -237,8 +237,9 @@ class StompBroker(Broker):
             session.end_subscription()
 
     def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
-        reason = next((headers[name] for name in _CAUSES if name in headers), "")
-        origin = next((headers[name] for name in _ORIGINS if name in headers), "")
+        reason, origin = deaths.cause(headers)
+        reason = next((headers[name] for name in _CAUSES if name in headers), reason)
+        origin = next((headers[name] for name in _ORIGINS if name in headers), origin)
         origin = origin.removeprefix("queue://").removeprefix("/queue/")
         return reason, re.sub("^(topic://|/topic/)", wire.TOPIC_PREFIX, origin)
 

@@ -14,6 +14,8 @@ import amqp
 import pytest
 
 from django_txmsg import jms, wire
+from django_txmsg.brokers import deaths, get_broker
+from django_txmsg.brokers.base import Outgoing
 from django_txmsg.brokers.database import DatabaseBroker
 from django_txmsg.brokers.stomp import StompBroker
 from django_txmsg.consuming.intake import IntakeThread
@@ -167,6 +169,48 @@ def test_amqp_tells_the_broker_s_reason_as_well(
     letter = DeadLetter.objects.get()
     assert (letter.reason, letter.destination) == ("broker", destination)
     assert "expired" in letter.exception.lower()
+
+
+@committing
+@pytest.mark.parametrize("kind", ["rabbitmq", "rabbitmq_amqp"])
+def test_a_delayed_message_comes_from_the_queue_that_dead_lettered_it(
+    kind: str, rabbitmq: RabbitMQ, destination: str, request: pytest.FixtureRequest
+) -> None:
+    """RabbitMQ records the end of the delay as the first death."""
+    url = request.getfixturevalue(kind).url()
+    dead = f"DLQ.{destination}"
+    arguments = {
+        "x-dead-letter-exchange": "",
+        "x-dead-letter-routing-key": dead,
+        "x-max-length": 0,
+    }
+    address = f"127.0.0.1:{rabbitmq.amqp_port}"
+    with amqp.Connection(address, USER, PASSWORD) as connection:
+        channel = connection.channel()
+        channel.queue_declare(dead, durable=True, auto_delete=False)
+        channel.queue_declare(
+            destination, durable=True, auto_delete=False, arguments=arguments
+        )
+    message = Outgoing(destination, {"txmsg-id": str(uuid.uuid4())}, b"x", 0.01)
+    with (
+        txmsg(BROKERS={"default": {"URL": url}}),
+        get_broker("default").open() as session,
+    ):
+        assert session.send_delayed([message]) == [None]
+    with taking_in(url, dead):
+        pass
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.destination) == ("broker", destination)
+    assert "expired" not in letter.exception
+
+
+def test_death_in_a_delay_queue_that_is_the_users_own() -> None:
+    """Its name looks like the name of a delay queue of this package."""
+    first = {"x-first-death-queue": "jobs.wait-30s", "x-first-death-reason": "maxlen"}
+    assert deaths.cause(first) == ("maxlen", "jobs.wait-30s")
+    first["x-first-death-reason"] = "expired"
+    last = {"x-last-death-queue": "jobs.wait-30s", "x-last-death-reason": "expired"}
+    assert deaths.cause(first | last) == ("expired", "jobs.wait-30s")
 
 
 @committing

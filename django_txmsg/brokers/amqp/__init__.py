@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from ...envelope.broker_url import hurry
 from ...errors import BrokerUnavailable
+from .. import deaths
 from ..base import Broker, faults
 from .link import Link
 from .options import read_url
@@ -55,8 +56,7 @@ class AmqpBroker(Broker):
             session.delete_subscription(subscriber)
 
     def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
-        reason = headers.get("x-first-death-reason", "")
-        return reason, headers.get("x-first-death-queue", "")
+        return deaths.cause(headers)
 
     def check(self) -> list[str]:
         return faults(lambda: read_url(self._url))
