@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -98,6 +98,16 @@ def to_acknowledge(
     ]
 
 
+def turn_of(stage: Stage, headers: Mapping[str, str]) -> Turn | None:
+    """Return a message's place in the order of its key. Return None if the stage is not
+    ordered, or if the message has no key."""
+    key = headers.get(wire.KEY, "")[:255].replace("\x00", "")
+    if not stage.ordered or not key:
+        return None
+    after_id, after_at = wire.after(headers) or (None, None)
+    return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
+
+
 @dataclass(eq=False)
 class Arrival:
     """A delivery that one worker thread processes with a stage.
@@ -145,7 +155,7 @@ class Arrival:
         #: Whether the message was delivered before, and can be recognised.
         self.came_before = self.has_identity and self.delivery.came_before
         #: Its place in the order of its key, at an ordered stage; None without a key.
-        self.turn = self._turn() if stage.ordered else None
+        self.turn = turn_of(stage, self.delivery.headers)
 
     @cached_property
     def message_id(self) -> uuid.UUID:
@@ -171,14 +181,6 @@ class Arrival:
         recorded."""
         assert self.record is not None
         return self.record
-
-    def _turn(self) -> Turn | None:
-        stage, headers = self.stage, self.delivery.headers
-        key = headers.get(wire.KEY, "")[:255].replace("\x00", "")
-        if not key:
-            return None
-        after_id, after_at = wire.after(headers) or (None, None)
-        return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
 
     def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
         """Store the inbox record in this object, and return the record. `attempt` says

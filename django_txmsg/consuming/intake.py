@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
+from functools import partial
+from typing import Any
 
-from django.db import connections, router, transaction
+from django.db import OperationalError, connections, router, transaction
 
 from .. import conf, wire
 from ..brokers import get_broker
@@ -27,14 +28,14 @@ from ..errors import (
 from ..models import DeadLetter, InboxMessage
 from ..models.fields import Holds, limit_waits
 from ..models.inbox_order import PATIENCE
-from ..models.turn import Turn
 from ..rules import dead_letters
 from ..runtime import database_health, liveness
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
 from ..runtime.liveness import Activity
-from ..stages import Stage, consumers, find
+from ..stages import Stage, all_stages
 from . import decoding
+from .arrival import turn_of
 
 log = logging.getLogger("django_txmsg.intake")
 
@@ -54,9 +55,6 @@ class IntakeThread:
             follows=f"messages stay in {destination}",
         )
         self._using = router.db_for_write(DeadLetter)
-        self._retry = database_health.Retry(
-            self._using, f"{destination}: a message cannot be taken in, and is kept"
-        )
 
     def run(self) -> None:
         """Run until stopped."""
@@ -105,87 +103,113 @@ class IntakeThread:
     def _buried(self, delivery: Delivery) -> bool:
         """Bury a delivery. After a failure, try again until that succeeds. Returns
         False if the consumer stops first."""
+        what = f"{self._destination}: a message cannot be taken in, and is kept"
         while True:
             liveness.turned()
+            using = self._using
             try:
-                self._bury(delivery)
+                stage, bury = self._letter(delivery)
+                if stage is not None:
+                    using = stage.definition.using
+                if stage is None or not _given_up(stage, delivery, bury):
+                    using = self._using
+                    with transaction.atomic(using=using):
+                        bury(using=using, stage="", attempts=0)
             except Exception as error:
-                if not self._retry.after(error, self._stopping):
+                retry = database_health.retry(using, what)
+                if not retry.after(error, self._stopping):
                     return False
             else:
-                self._retry.worked()
+                database_health.retry(using, what).worked()
                 return True
 
-    def _bury(self, delivery: Delivery) -> None:
+    def _letter(self, delivery: Delivery) -> tuple[Stage | None, partial[Any]]:
+        """Return the stage that may have received a delivery's message, and a function
+        that buries the message."""
         broker = get_broker(self._broker)
         reason, named = broker.dead_letter_cause(delivery.headers)
         origin = _sendable(named) or self._destination
-        failure = Failure.because("broker", reason or f"found in {self._destination}")
-        message_id = decoding.identity(delivery, self._broker)
-        stage = _only_stage(origin, self._broker)
-        using = self._using if stage is None else stage.definition.using
-        with transaction.atomic(using=using), transaction.atomic(using=self._using):
-            row = stage and _given_up(stage, message_id, delivery, failure.exception)
-            burial.bury(
-                using=using if row else self._using,
-                message_id=message_id,
-                stage=row.stage if row else "",
-                broker=self._broker,
-                destination=origin,
-                headers=decoding.kept_headers(delivery),
-                body=delivery.body,
-                reason="broker",
-                failure=failure,
-                attempts=row.attempts if row else 0,
-            )
-            if row:
-                order = InboxMessage.order.db_manager(using)
-                order.wake(row.stage, [message_id])
+        return _only_stage(named, self._broker), partial(
+            burial.bury,
+            message_id=decoding.identity(delivery, self._broker),
+            broker=self._broker,
+            destination=origin,
+            headers=decoding.kept_headers(delivery),
+            body=delivery.body,
+            reason="broker",
+            failure=Failure.because(
+                "broker", reason or f"found in {self._destination}"
+            ),
+        )
 
 
 def _only_stage(origin: str, broker: str) -> Stage | None:
     """Return the only stage that consumes the queue `origin`, if one transaction
-    contains the stage's work and its mark in the inbox. For a topic, return None: its
-    message may have been another subscriber's."""
-    names = [] if wire.is_topic(origin) else consumers(origin, broker)
-    if len(names) != 1:
+    contains the stage's work and its mark in the inbox. At RabbitMQ, a topic's
+    subscription is such a queue. For a topic, return None: its message may have been
+    another subscriber's."""
+    found = [
+        one
+        for one in all_stages()
+        if one.broker == broker and origin in (one.destination, one.subscriber)
+    ]
+    if len(found) != 1 or wire.is_topic(origin) or found[0].transaction != "outbox":
         return None
-    (stage,) = find(names)
-    return stage if stage.transaction == "outbox" else None
+    return found[0]
 
 
-def _given_up(
-    stage: Stage, message_id: uuid.UUID, delivery: Delivery, error: str
-) -> InboxMessage | None:
-    """Mark the inbox row of a message as dead, and return the row, if the stage has
-    received the message but has neither settled nor parked it. The stage will not
-    receive the message again. So the row would stay open for ever, and would hold back
-    the next message of the key.
+def _given_up(stage: Stage, delivery: Delivery, bury: partial[Any]) -> bool:
+    """Bury a message as its stage's dead letter, if the stage has received the message
+    but has neither settled nor parked it. The stage will not receive the message again.
+    So its inbox row would stay open for ever, and would hold back the next message of
+    the key. Returns False if the message has no such row.
 
-    Return None if there is no such row. Also return None if the message's turn has not
-    come: the messages behind it would overtake its predecessor.
+    If the message's turn has not come, park it instead, as a worker does: if it were
+    dead, the messages behind it would overtake its predecessor.
 
-    If a worker is processing a copy of the message, the row is locked. Raises
-    OperationalError if the worker does not finish soon. If this function marks the row
-    before a worker locks it, the worker drops its copy.
+    If a worker is processing a copy of the message, the row is locked. If the worker
+    does not finish soon, return False: the worker settles or parks the message. If this
+    function marks the row before a worker locks it, the worker drops its copy.
     """
-    using = stage.definition.using
+    using, letter = stage.definition.using, bury.keywords
     inbox = InboxMessage.objects.db_manager(using)
-    limit_waits(connections[using], PATIENCE)
-    rows = inbox.filter(stage=stage.name, message_id=message_id)
-    row = rows.filter(processed_at=None, due_at=None).select_for_update().first()
-    if row is None:
-        return None
-    if row.dead_at is not None:
-        # Buried here already, if the acknowledgement was lost.
-        letters = DeadLetter.objects.using(using).filter(Holds(dead_letters.OPEN))
-        same = letters.filter(message_id=message_id, stage=stage.name, reason="broker")
-        return row if same.exists() else None
-    before = wire.after(delivery.headers) if stage.ordered else None
-    turn = Turn(stage.name, "", stage.ordered == "skip", *(before or ()))
-    if not InboxMessage.order.db_manager(using).has_come(turn):
-        return None
-    return row if inbox.mark_dead(row.pk, error) else None
+    order = InboxMessage.order.db_manager(using)
+    turn = turn_of(stage, delivery.headers)
+    message = {"stage": stage.name, "message_id": letter["message_id"]}
+    rows = inbox.filter(**message, processed_at=None, due_at=None)
+    with transaction.atomic(using=using):
+        try:
+            limit_waits(connections[using], PATIENCE)
+            row = rows.select_for_update().first()
+        except OperationalError as error:
+            if not database_health.gave_up_waiting(error):
+                raise
+            transaction.set_rollback(True, using=using)
+            return False
+        if row is None:
+            return False
+        why = letter["failure"].exception
+        if row.dead_at is not None:
+            # Buried here already, if the acknowledgement was lost.
+            letters = DeadLetter.objects.using(using).filter(Holds(dead_letters.OPEN))
+            if not letters.filter(**message, reason="broker").exists():
+                return False
+        elif turn is not None and not order.has_come(turn):
+            kept, body = letter["headers"], letter["body"]
+            inbox.park(row.pk, delay=0, headers=kept, body=body, error=why, turn=turn)
+            return True
+        elif not inbox.mark_dead(row.pk, why):
+            return False
+        if turn is not None:
+            order.aside(row.pk, turn)
+        bury(
+            using=using,
+            stage=row.stage,
+            destination=stage.destination,
+            attempts=row.attempts,
+        )
+        order.wake(row.stage, [row.message_id])
+    return True
 
 
 def _sendable(named: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,9 +41,14 @@ def redelivered(*, force: bool) -> BulkOperation:
 
 
 @contextmanager
-def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
+def taking_in(
+    url: str,
+    destination: str,
+    until: Callable[[], bool] = DeadLetter.objects.exists,
+    **entry: str,
+) -> Iterator[None]:
     """Run an intake thread for the dead-letter queue `destination` during the block. At
-    the end of the block, wait until the thread has stored a `DeadLetter`."""
+    the end of the block, wait `until` the thread has stored a `DeadLetter`."""
     stop = threading.Event()
     with txmsg(BROKERS={"default": {"URL": url, **entry}}):
         group = ThreadGroup(stop.set)
@@ -51,7 +56,7 @@ def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
         group.start()
         try:
             yield
-            wait_until(DeadLetter.objects.exists)
+            wait_until(until)
         finally:
             stop.set()
             group.join()

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -64,12 +63,13 @@ def dead_letter(stage: stages.Stage, message_id: uuid.UUID) -> None:
     row.save()
 
 
-@contextmanager
-def intake() -> Iterator[None]:
+def intake() -> AbstractContextManager[None]:
     """Read the dead-letter queue until it is empty and the block has ended."""
-    with taking_in("database://?poll=0.01", "DLQ", BACKEND=BACKEND):
-        yield
-        wait_until(lambda: not QueueMessage.objects.filter(queue="DLQ").exists())
+
+    def is_empty() -> bool:
+        return not QueueMessage.objects.filter(queue="DLQ").exists()
+
+    return taking_in("database://?poll=0.01", "DLQ", is_empty, BACKEND=BACKEND)
 
 
 def resolve(kind: str) -> None:
@@ -87,7 +87,8 @@ def test_with_skip_the_next_message_of_the_key_runs() -> None:
         letter = DeadLetter.objects.get()
         assert (letter.stage, letter.reason) == (stage.name, "broker")
         assert letter.attempts == 1
-        assert InboxMessage.objects.get(message_id=lost.id).state == "dead"
+        row = InboxMessage.objects.get(message_id=lost.id)
+        assert (row.state, row.key) == ("dead", "k")
         step(stage)
         assert effects() == ["1"]
 
@@ -131,7 +132,7 @@ def test_a_key_is_released_that_the_message_held_until_it_is_processed() -> None
         assert sent().id != first.id
 
 
-def test_a_message_whose_turn_has_not_come_is_not_passed() -> None:
+def test_a_message_whose_turn_has_not_come_runs_at_its_turn() -> None:
     """The worker has died before it parked the message. If the message counted as dead
     at the stage, the message behind it would overtake the message in front of it."""
     with declared(effect, ordered="skip") as stage:
@@ -139,13 +140,10 @@ def test_a_message_whose_turn_has_not_come_is_not_passed() -> None:
         lose(stage, lost)
         with intake():
             pass
-        assert DeadLetter.objects.get().stage == ""
-        step(stage, times=2)
-        assert effects() == ["0"]
-        resolve("redeliver")
-        ship()
-        step(stage, times=2)
+        assert not DeadLetter.objects.exists()
+        step(stage, times=4)
         assert effects() == ["0", "1", "2"]
+        assert InboxMessage.objects.get(message_id=lost.id).attempts == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"transaction": "none"}])
@@ -223,6 +221,42 @@ def test_rabbitmq_s_delivery_limit(
     assert "delivery_limit" in letter.exception
 
 
+@pytest.mark.parametrize("kind", ["rabbitmq", "rabbitmq_amqp"])
+def test_rabbitmq_s_queue_of_a_subscription(
+    kind: str, rabbitmq: RabbitMQ, destination: str, request: pytest.FixtureRequest
+) -> None:
+    dead = f"DLQ.{destination}"
+    message = Message(id=uuid.uuid4(), destination=destination, body=None)
+    arguments = {
+        "x-dead-letter-exchange": "",
+        "x-dead-letter-routing-key": dead,
+        "x-max-length": 0,
+    }
+    address = f"127.0.0.1:{rabbitmq.amqp_port}"
+    with (
+        declared(effect, f"topic:{destination}", ordered="skip") as stage,
+        amqp.Connection(address, USER, PASSWORD) as server,
+    ):
+        assert stage.subscriber is not None
+        InboxMessage.objects.record(stage.name, [message])
+        channel = server.channel()
+        for queue, given in ((dead, {}), (stage.subscriber, arguments)):
+            channel.queue_declare(
+                queue, durable=True, auto_delete=False, arguments=given
+            )
+        headers = {"txmsg-id": str(message.id)}
+        channel.basic_publish(
+            amqp.Message(b"null", application_headers=headers),
+            routing_key=stage.subscriber,
+        )
+        with taking_in(request.getfixturevalue(kind).url(), dead):
+            pass
+        channel.queue_delete(stage.subscriber)
+    letter = DeadLetter.objects.get()
+    assert (letter.stage, letter.destination) == (stage.name, f"topic:{destination}")
+    assert InboxMessage.objects.get().state == "dead"
+
+
 @pytest.mark.postgresql
 def test_a_worker_that_processes_a_copy_finishes_first() -> None:
     began, go_on = threading.Event(), threading.Event()
@@ -259,3 +293,35 @@ def test_a_worker_that_processes_a_copy_finishes_first() -> None:
         worker.join(60)
     assert len(effects()) == 1
     assert DeadLetter.objects.get().stage == ""
+
+
+@pytest.mark.postgresql
+def test_a_worker_that_does_not_finish_holds_up_no_other_message() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def work(pk: int) -> None:
+        try:
+            with transaction.atomic():
+                InboxMessage.objects.select_for_update().get(pk=pk)
+                began.set()
+                assert go_on.wait(60)
+        finally:
+            connections.close_all()
+
+    with declared(effect) as stage:
+        first, second = send_chain(stage, 2)
+        for message in (first, second):
+            lose(stage, message)
+        row = InboxMessage.objects.get(message_id=first.id)
+        worker = threading.Thread(target=work, args=[row.pk])
+        with ExitStack() as stack:
+            stack.callback(worker.join, 60)
+            stack.callback(go_on.set)
+            worker.start()
+            assert began.wait(60)
+            with intake():
+                pass
+    stages_of = dict(DeadLetter.objects.values_list("message_id", "stage"))
+    assert stages_of == {first.id: "", second.id: stage.name}
+    row.refresh_from_db()
+    assert row.dead_at is None
