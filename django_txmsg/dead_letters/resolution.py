@@ -60,7 +60,6 @@ def redeliver(
     now = clock(using)
     for letter in batch:
         stage, row = letter.stage, known.get((letter.message_id, letter.stage))
-        topic = wire.is_topic(letter.destination)
         if revoked := revoked_why(letter, known.get(_place(letter)), now):
             tally.skipped[letter.pk] = revoked
             gone.append(letter)
@@ -71,16 +70,8 @@ def redeliver(
             )
         elif stage in here:
             parked.append(letter)
-        elif topic and not force and (stage or letter.reason == "broker"):
-            why = "the broker does not report whose copy this is"
-            do = "Discard"
-            if stage:
-                why = f"stage {stage!r} is not declared here for database {using!r}"
-                do = "Declare the stage again, with its name=, or discard"
-            tally.skipped[letter.pk] = (
-                f"{why}, and if sent to {letter.destination!r} the message would reach "
-                f"every subscriber. {do} the message; force sends it"
-            )
+        elif not force and (why := _everyones_why(letter, using)):
+            tally.skipped[letter.pk] = f"{why}; force sends it"
         else:
             sent.append(letter)
             ended += [row.pk] if row is not None else []
@@ -116,6 +107,25 @@ def revoked_why(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) 
     return (
         f"message {letter.message_id} is revoked: the flow that sent it has gone on "
         f"without it, and would not undo it"
+    )
+
+
+def _everyones_why(letter: DeadLetter, using: str) -> str:
+    """Return why a dead letter that no stage here can park must not be sent, or "". To
+    a topic, a relay sends only the messages that it has not sent before."""
+    if not wire.is_topic(letter.destination):
+        return ""
+    if letter.stage:
+        why = f"stage {letter.stage!r} is not declared here for database {using!r}"
+        do = "Declare the stage again, with its name=, or discard"
+    elif letter.reason == "broker":
+        why = "the broker does not report whose copy this is"
+        do = "Discard"
+    else:
+        return ""
+    return (
+        f"{why}, and if sent to {letter.destination!r} the message would reach "
+        f"every subscriber. {do} the message"
     )
 
 
@@ -279,7 +289,8 @@ def redeliver_copy(
     new id, too.
 
     Raises InvalidMessage if a header cannot be sent or a JSON body cannot be parsed.
-    Raises TxmsgError if the dead letter is no longer open or its message is revoked.
+    Raises TxmsgError if the dead letter is no longer open, if its message is revoked,
+    or if the copy would reach every subscriber of a topic.
     """
     using = letter._state.db or "default"
     content_type = letter.content_type or wire.BYTES
@@ -317,6 +328,8 @@ def redeliver_copy(
             InboxMessage.order.db_manager(using).wait_for_copy(
                 letter.stage, letter.message_id, copy.message_id
             )
+        elif why := _everyones_why(letter, using):
+            raise TxmsgError(f"No copy was sent: {why}.")
         else:
             storing.store([copy], using)
     return copy.message_id

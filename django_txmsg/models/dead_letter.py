@@ -218,8 +218,9 @@ class DeadLetter(models.Model):
     """A buried message with its original headers and bytes, and the error that led to
     its burial.
 
-    `stage` is empty if the relay could not send the message, or if the broker itself
-    has dead-lettered it.
+    `stage` is empty if the relay could not send the message. It is also empty if the
+    broker itself has dead-lettered the message, unless no stage but this one can have
+    received the message, and its inbox row was still open (`consuming/intake.py`).
     """
 
     message_id = models.UUIDField()

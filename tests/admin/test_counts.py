@@ -507,6 +507,14 @@ def test_dead_letter_of_the_broker_is_not_one_of_the_relay(
     assert gauges("outbox_dead") == {("default", "mail.send"): 2}
 
 
+def test_a_stages_letter_whose_message_the_broker_gave_up(admin_client: Client) -> None:
+    letter = factories.DeadLetterFactory(stage="orders", reason="broker")
+    url = reverse("admin:django_txmsg_message", args=[letter.message_id])
+    text = admin_client.get(url).content.decode()
+    assert "The broker dead-lettered it at stage orders," in text
+    assert "gave up" not in text
+
+
 def test_a_mute_ends_by_itself(admin_client: Client) -> None:
     letter = factories.DeadLetterFactory(fingerprint=MUTED)
     note = {"fingerprint": MUTED, "note": "until noon", "muted": "1", "for": "8 hours"}

@@ -14,6 +14,7 @@ from django.db import IntegrityError, connection, transaction
 from django_txmsg import Refuse
 from django_txmsg.dead_letters import bulk, resolution
 from django_txmsg.envelope.message import Message
+from django_txmsg.errors import TxmsgError
 from django_txmsg.models import (
     BulkOperation,
     DeadLetter,
@@ -294,6 +295,8 @@ def test_removed_stages_letter_goes_to_its_queue_but_to_no_topic() -> None:
     letter = DeadLetter.objects.get(resolution="open")
     assert letter.stage == "gone"
     assert "reach every subscriber" in operation.skipped_why[str(letter.pk)]
+    with pytest.raises(TxmsgError, match="every subscriber"):
+        resolution.redeliver_copy(letter, headers={}, body=b"2")
     handler.mended = True
     with declared(handler, "tests.kept", name="renamed") as stage:
         assert ship() == 1
@@ -303,6 +306,21 @@ def test_removed_stages_letter_goes_to_its_queue_but_to_no_topic() -> None:
     assert not InboxMessage.objects.filter(processed_at=None, dead_at=None).exists()
     assert resolve("redeliver", force=True).done == 1
     assert OutboxMessage.objects.filter(destination=TOPIC, dispatched_at=None).exists()
+
+
+@pytest.mark.parametrize("reason", ["broker", "rejected"])
+def test_copy_of_a_topics_letter_that_has_no_stage(reason: str) -> None:
+    """If the broker has dead-lettered the message, its other subscribers have it. If
+    the broker has rejected the message, no subscriber has it."""
+    letter = make.DeadLetterFactory(stage="", destination=TOPIC, reason=reason)
+    if reason == "broker":
+        with pytest.raises(TxmsgError, match="every subscriber"):
+            resolution.redeliver_copy(letter, headers={}, body=b"2")
+    else:
+        resolution.redeliver_copy(letter, headers={}, body=b"2")
+    letter.refresh_from_db()
+    assert (letter.resolution == "open") == (reason == "broker")
+    assert OutboxMessage.objects.exists() == (reason == "rejected")
 
 
 @pytest.mark.parametrize("copies", ["queued before", "queued after"])
