@@ -32,6 +32,14 @@ _HOLDS = Rule(
     f" WHERE i.message_id = {{message_id}} AND {inbox.OPEN.sql('i')})"
 )
 
+#: It is a request that a consumer may still execute, and a run may undo it. The undo
+#: of a foreign request is sent after the request has expired.
+_MAY_BE_UNDONE = Rule(
+    "{expires_at} IS NOT NULL AND {expires_at} >= {cutoff}"
+    " AND EXISTS (SELECT 1 FROM django_txmsg_flowundo u"
+    " WHERE u.request_id = {message_id} AND u.confirmed_at IS NULL AND NOT u.answered)"
+)
+
 #: It may be deleted or archived. Worded so that no index matches: callers page by the
 #: primary key, and a planner that chose a BRIN index would read all of it for each
 #: page.
@@ -39,4 +47,5 @@ SETTLED = (
     Rule("COALESCE({dispatched_at}, {dead_at}) < {cutoff}")
     & (Rule("{dead_at} IS NULL") | ~is_open("''"))
     & ~_HOLDS
+    & ~_MAY_BE_UNDONE
 )

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
 
 from django_txmsg import Destination, send_message, stages
 from django_txmsg.envelope.broker_url import split_url
 from django_txmsg.flows import Answers, Dead, Flow, Next, TimedOut, cancel, start, step
 from django_txmsg.models import Batch, OutboxMessage, Run
+from django_txmsg.monitoring import retention
 from django_txmsg.testing import answers, drain
 from django_txmsg.testing.frames import Frame
 from tests.faults import wait_until
@@ -171,6 +173,21 @@ def test_undo_of_an_open_request_leaves_after_the_deadline_of_the_request() -> N
         drain(f"{HERE}.quote.steps")
     request, undo = sent(price), sent(forget)
     assert undo.due_at >= request.expires_at > undo.created_at
+
+
+def test_undo_of_a_request_older_than_the_retention_leaves_after_its_deadline() -> None:
+    with txmsg(**IMPATIENT), at_hand(Quote):
+        run = asked(7)
+        drain(f"{HERE}.quote")
+        old, later = timezone.now() - dt.timedelta(8), timezone.now() + dt.timedelta(22)
+        rows = OutboxMessage.objects.all()
+        rows.update(created_at=old, dispatched_at=old, expires_at=later)
+        rows.filter(destination=f"{HERE}.quote").update(expires_at=None)
+        assert sum(retention.prune(retention.kinds()[0], "default")) == 1
+        with transaction.atomic():
+            cancel(run)
+        drain(f"{HERE}.quote.steps")
+    assert sent(forget).due_at >= later
 
 
 def test_undo_of_a_withdrawn_request_that_may_have_arrived_leaves_late() -> None:

@@ -28,8 +28,10 @@ from django_txmsg.metrics import Collector
 from django_txmsg.models import (
     Attempt,
     DeadLetter,
+    FlowUndo,
     InboxMessage,
     OutboxMessage,
+    Run,
     StageState,
 )
 from django_txmsg.models.fields import Holds
@@ -321,7 +323,22 @@ def letter(stage: str, **more: Any) -> Callable[[Any], Any]:
     )
 
 
+def undo(**more: Any) -> Callable[[Any], Any]:
+    """Return a function that stores an undo of a run for its argument, a request."""
+
+    def store(row: Any) -> None:
+        ids = {"run_id": row.message_id, "first_run": row.message_id}
+        run = Run.objects.create(
+            **ids, flow="tests.flow", version=1, state="{}", step="a", turn=uuid.uuid4()
+        )
+        of = {"request_id": row.message_id, "destination": "tests.undo", "body": b""}
+        FlowUndo.objects.create(run=run, number=1, **of, **more)
+
+    return store
+
+
 DEAD = {"dead_at": OLD, "last_error": "refused"}
+EXPIRES_LATER = {"dispatched_at": OLD, "expires_at": YOUNG}
 SETTLED_STORED: list[tuple[str, dict[str, Any], Any, bool]] = [
     ("pending", {}, None, False),
     ("dispatched", {"dispatched_at": OLD}, None, True),
@@ -333,6 +350,11 @@ SETTLED_STORED: list[tuple[str, dict[str, Any], Any, bool]] = [
     ("dead, open", DEAD, letter(""), False),
     ("dead, discarded", DEAD, letter("", discarded=True), True),
     ("dead, open at a stage", DEAD, letter("orders.place"), True),
+    ("expires later, no undo", EXPIRES_LATER, None, True),
+    ("expires later, may be undone", EXPIRES_LATER, undo(), False),
+    ("expires later, answered", EXPIRES_LATER, undo(answered=True), True),
+    ("expires later, undone", EXPIRES_LATER, undo(confirmed_at=OLD), True),
+    ("expired, may be undone", {"dispatched_at": OLD, "expires_at": OLD}, undo(), True),
 ]
 
 
