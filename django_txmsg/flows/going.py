@@ -61,12 +61,6 @@ class Going:
         self._turn = run.turn
         self._before = dict(vars(run))
         self._hop = hop(message.conversation)
-        if self._hop > MAX_HOPS:
-            raise DecodeError(
-                "hops",
-                f"more than {MAX_HOPS} steps without a sleep or a wait: do they go in "
-                f"a circle?",
-            )
         self._flow = self._restored(run.state, run.version)
         self._step = run.step
 
@@ -182,6 +176,13 @@ class Going:
         """Apply the result of a step to the run, and store the run."""
         run, turn = self.run, uuid.uuid4()
         match result:
+            case Ask() | Gather() | Later() | HandOver() if self._hop >= MAX_HOPS:
+                # Before the request is sent: its work would be done for no answer.
+                raise DecodeError(
+                    "hops",
+                    f"more than {MAX_HOPS} steps without a sleep or a wait: do they go "
+                    f"in a circle?",
+                )
             case Ask():
                 to, body, key = result.destination, result.body, result.key
                 asked = self._send(to, body, turn, key=key, expires=result.within)

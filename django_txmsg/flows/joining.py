@@ -159,7 +159,7 @@ def answered(
         undos.note_answer(run, request_id)
     _let_leave(batch, found[2])
     if batch.may_have_ended():
-        following = {wire.HOP: str(hop(message.conversation) + 1)}
+        following = {wire.HOP: str(hop(message.conversation))}
         declared.continue_run(run, turn, None, following)
     return True
 

@@ -106,7 +106,7 @@ class Address:
             for name, value in self.given.items()
             if name in (wire.TICKET, wire.FLOW)
         }
-        back[wire.HOP] = str(hop(self.given) + 1)
+        back[wire.HOP] = str(hop(self.given))
         return send_part(
             destination,
             answer,

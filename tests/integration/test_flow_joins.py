@@ -768,7 +768,7 @@ def test_join_cancels_the_flow_to_which_an_unanswered_flow_handed_over(
 def test_cancel_of_an_unanswered_flow_counts_as_no_further_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(going, "MAX_HOPS", 6)
+    monkeypatch.setattr(going, "MAX_HOPS", 2)
     with at_hand(Nested):
         with transaction.atomic():
             run = start(Nested, Tour(2, enough=1))
@@ -779,10 +779,31 @@ def test_cancel_of_an_unanswered_flow_counts_as_no_further_step(
         answer(2)  # those of the first of the two flows
         drain("tour.flow.steps", "tour.nested.steps")
         run.refresh_from_db()
-        assert (run.answer, run.hop) == ('{"amounts":[1]}', 6)
+        assert (run.answer, run.hop) == ('{"amounts":[1]}', 2)
         drain()
     assert not DeadLetter.objects.exists()
     assert not Run.objects.filter(ended_at=None).exists()
+
+
+@shelved
+class Rounds(Flow[Tour, int], name="tour.rounds", within=HOUR):
+    @step
+    def start(self, tour: Tour) -> Next[int]:
+        return self.gather([self.branch(price, Price(1))] * 2, then=self.following)
+
+    @step
+    def following(self, answers: Answers[Priced]) -> Next[int]:
+        return self.gather([self.branch(price, Price(2))] * 2, then=self.following)
+
+
+def test_gather_counts_as_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(going, "MAX_HOPS", 5)
+    with at_hand(Rounds):
+        with transaction.atomic():
+            start(Rounds, Tour(2))
+        drain()
+    assert DeadLetter.objects.get().reason == "hops"
+    assert len(effects()) == 10
 
 
 def test_answer_that_names_a_message_of_others_does_not_release_it() -> None:

@@ -1648,7 +1648,30 @@ def test_steps_that_go_in_a_circle_end_as_a_dead_letter(
             run = start(Circle, Pack("1"))
         drain()
     assert DeadLetter.objects.get().reason == "hops"
-    assert FlowStep.objects.filter(run=run).count() == 10
+    assert FlowStep.objects.filter(run=run).count() == 9
+
+
+@shelved
+class Pages(Flow[Reserve, str], name="shop.pages", within=None):
+    @step
+    def start(self, page: Reserve) -> Next[str]:
+        return self.ask(stock_reserve, page, then=self.following)
+
+    @step
+    def following(self, reply: Reserved | SoldOut) -> Next[str]:
+        return self.ask(stock_reserve, Reserve("next"), then=self.following)
+
+
+def test_request_counts_as_one_step_and_none_is_sent_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(going, "MAX_HOPS", 9)
+    with at_hand(Pages):
+        with transaction.atomic():
+            start(Pages, Reserve("first"))
+        drain()
+    assert DeadLetter.objects.get().reason == "hops"
+    assert len(effects()) == 9
 
 
 @shelved
