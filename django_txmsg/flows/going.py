@@ -312,15 +312,20 @@ class Going:
         run.caller = {}
 
     def _hand_over(self, result: HandOver) -> None:
-        run = self.run
+        run, name = self.run, result.destination.name
+        (other,) = (one for one in declarations() if one.name == name)
+        here = other.using == self.declared.using
+        given = self._headers() | run.caller
+        if run.caller and not here:
+            # If the message dies, only a caller with a ticket gets `Dead`. There is no
+            # row of the other run that an operator could cancel.
+            given.setdefault(wire.TICKET, str(run.run_id))
         asked = self.declared.send(
             result.body,
-            self._headers() | run.caller,
+            given,
             to=result.destination,
             correlation_id=run.correlation_id,
         )
-        (other,) = (one for one in declarations() if one.name == asked.destination)
-        here = other.using == self.declared.using
         if wire.TICKET not in run.caller and here:
             # The caller is the `answer_to` of start(). The other flow's first step may
             # not accept it as a header. Without a caller, ask() or a view may wait for
@@ -334,7 +339,7 @@ class Going:
             ).save(using=other.using, force_insert=True)
         undos.forget(run)
         run.end(Outcome.HANDED_OVER)
-        run.asked, run.request_id = result.destination.name, asked.id
+        run.asked, run.request_id = name, asked.id
 
     def _fail(self, result: Fail) -> None:
         self._keep_answer(result.value)

@@ -71,7 +71,15 @@ from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
-from tests.running import committing, declared, put, running, send, ship, txmsg
+from tests.running import (
+    committing,
+    declared,
+    put,
+    running,
+    send,
+    ship,
+    txmsg,
+)
 from tests.running import step as take
 from tests.shelved_flows import at_hand, shelved
 
@@ -959,6 +967,8 @@ class Abroad(
 ):
     @step
     def start(self, pack: Pack) -> Next[Reserved | Cancelled]:
+        if pack.number == "0":
+            raise Refuse("no such pack")
         return Reserved("abroad")
 
 
@@ -1626,6 +1636,22 @@ def test_flow_to_which_a_run_hands_over_answers_to_answer_to(how: str) -> None:
     sent = OutboxMessage.objects.get(destination="orders.done")
     assert json.loads(bytes(sent.body)) == {"shelf": "box of 7, None"}
     assert sent.correlation_id == run.correlation_id
+
+
+@pytest.mark.usefixtures("shipping")
+@pytest.mark.parametrize("number", ["0", "7"])
+def test_flow_of_another_database_answers_to_answer_to_or_is_given_up(
+    number: str,
+) -> None:
+    with txmsg(REPLY_TO=["orders.done"]), at_hand(Abroad):
+        with transaction.atomic():
+            start(Packing, Pack(number, "abroad"), answer_to="orders.done")
+        for name in ("shop.packing", "shop.abroad"):
+            ship()
+            take(stages.find([name])[0])
+    sent = OutboxMessage.objects.using("other").get(destination="orders.done")
+    answer = {"reason": "refused"} if number == "0" else {"shelf": "abroad"}
+    assert json.loads(bytes(sent.body)) == answer
 
 
 @shelved
