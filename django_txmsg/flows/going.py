@@ -120,7 +120,7 @@ class Going:
             undos.note_answer(run, run.request_id)
         if step.takes_nothing:
             return self.apply(self.call(step))
-        return self.apply(self.call(step, body.read(step.reader)))
+        return self.apply(self.call(step, body.read(step.reader, run.reads)))
 
     def undone(self) -> None:
         """Record that the current undo is confirmed, and begin the next older undo."""

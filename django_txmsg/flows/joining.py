@@ -149,7 +149,7 @@ def answered(
     run, step = batch.run, declared.step(batch.run.step)
     failed = body.type in OURS and not step.reads(body.type)
     if not failed and not step.takes_nothing:
-        body.read(step.reader)
+        body.read(step.reader, run.reads)
     request_id = batch.record(
         int(found[1]), body.body, body.content_type, body.header or "", failed=failed
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import codecs
 from ..envelope.typed_body import BodyReader, BodyType, TypeHeader
+from ..errors import NewerCodeNeeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,15 @@ class Unread:
         """The name of the body's type, or "" without a type header."""
         return "" if self.header is None else TypeHeader.parse(self.header).name
 
-    def read(self, reader: BodyReader) -> Any:
+    def read(self, reader: BodyReader, expected: str = "") -> Any:
         """Return the decoded body. Raises DecodeError if the body does not fit the
-        reader's type."""
+        reader's type. `expected` has the type headers that the code took when the run
+        began to wait, one per line. Raises NewerCodeNeeded if the body has one of these
+        types, and the reader does not know it: this code is older."""
+        names = {one.name for one in reader.types}
+        for one in map(TypeHeader.parse, expected.splitlines()):
+            if one.name == self.type and not names & {one.name, ""}:
+                raise NewerCodeNeeded(one.name, one.oldest_reader, 0)
         return reader.read(self.body, self.content_type, self.header)
 
 

@@ -41,6 +41,7 @@ from django_txmsg.errors import (
 from django_txmsg.flows import (
     AlreadyResumed,
     AlreadyRunning,
+    Answers,
     Cancelled,
     Dead,
     Flow,
@@ -1775,6 +1776,10 @@ class Older(Flow[Pack, str], name="shop.aging", within=HOUR):
     def told(self, reply: ToldBefore) -> Next[str]:
         return reply.text
 
+    @step
+    def all_told(self, replies: Answers[ToldBefore]) -> Next[str]:
+        return str(len(replies))
+
 
 @shelved
 class Newer(Flow[Pack, str], name="shop.aging", within=HOUR, version=2):
@@ -1815,6 +1820,45 @@ def test_what_waits_for_newer_code_continues_with_it(waits: str) -> None:
         with at_hand(Newer):
             drain()
     assert answered(run) == "well"
+
+
+either = Destination("shop.tell", Pack, reply=ToldBefore | SoldOut)
+
+
+@shelved
+class Wider(Flow[Pack, str], name="shop.aging", within=HOUR):
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        if pack.how == "join":
+            return self.gather([self.branch(either, pack)], then=self.all_told)
+        return self.ask(either, pack, then=self.told)
+
+    @step
+    def told(self, reply: ToldBefore | SoldOut) -> Next[str]:
+        return reply.number if isinstance(reply, SoldOut) else reply.text
+
+    @step
+    def all_told(self, replies: Answers[ToldBefore | SoldOut]) -> Next[str]:
+        return str(len(replies))
+
+
+@pytest.mark.parametrize("how", ["ask", "join"])
+def test_answer_of_a_type_that_only_newer_code_takes_waits_for_it(how: str) -> None:
+    def told(pack: Pack) -> ToldBefore | SoldOut:
+        return SoldOut("1")
+
+    with declared(told, either, name="shop.tell"):
+        with at_hand(Wider):
+            with transaction.atomic():
+                run = start(Wider, Pack("1", how))
+            ship()
+            take(stages.find(["shop.aging"])[0])
+        with at_hand(Older):
+            drain()
+        assert InboxMessage.objects.get(needs_version=1).needs_type == "tests.SoldOut"
+        with at_hand(Wider):
+            drain()
+    assert answered(run) == "1"
 
 
 @shelved
