@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,7 +183,8 @@ def discard(
     doubt that is discarded counts as done: its flow continues. If its stage is not
     declared here, it is skipped, unless the `operation` has `force`. A run that
     `start()` has stored is cancelled if its first message is discarded: nothing else
-    would ever continue or end the run."""
+    would ever continue or end the run. A run whose resume() is discarded can be resumed
+    again."""
     undone = {
         one.pk: _undone_by(one) for one in batch if one.reason == undoing.IN_DOUBT
     }
@@ -212,10 +214,23 @@ def discard(
             undoing.cancel(run, "discarded", using, one.broker)
         else:
             answering.answer_dead(one, "discarded", using=using)
+            _let_resume_again(one, using)
     order = InboxMessage.order.db_manager(using)
     ordered = {one.name for one in all_stages() if one.ordered}
     for stage in ordered & {one.stage for one in batch}:
         order.wake(stage, [one.message_id for one in batch if one.stage == stage])
+
+
+def _let_resume_again(letter: DeadLetter, using: str) -> None:
+    """Let a run be resumed again if the discarded message is that of its resume()."""
+    if not wire.continues_run(letter.headers):
+        return
+    with suppress(ValueError):
+        run_id, turn = wire.read_ticket(letter.headers.get(wire.TICKET, ""))
+        runs = Run.objects.using(using).filter(run_id=run_id, turn=turn)
+        # A run that continues has locked its row, and may close this dead letter.
+        for run in runs.select_for_update(skip_locked=True):
+            runs.filter(pk=run.pk).update(resumed_at=None)
 
 
 def _overtaking(batch: list[DeadLetter], using: str) -> dict[int, str]:

@@ -13,10 +13,10 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 
-from django_txmsg import cancel_message, stages
+from django_txmsg import cancel_message, stages, wire
 from django_txmsg.consuming import bulk_thread
 from django_txmsg.errors import AlreadyRunning
-from django_txmsg.flows import acts, cancel, start
+from django_txmsg.flows import acts, cancel, resume, start
 from django_txmsg.flows.deadlines import Deadlines
 from django_txmsg.models import (
     AuditEntry,
@@ -99,6 +99,22 @@ def test_resume_continues_a_run_and_is_audited() -> None:
     assert json.loads(again(run).answer) == "True ['first', 'first']"
     assert audit() == [f"Resumed run {run.run_id} of flow acts.trip: a call"]
     assert f"{run.run_id}  acts.trip A-1: answered" in command("show", run.run_id)
+
+
+def test_run_whose_resume_is_discarded_can_be_resumed_again() -> None:
+    run = waiting()
+    assert run.turn is not None
+    command("resume", run.run_id, "--value", "true")
+    OutboxMessage.objects.filter(dispatched_at=None).update(body=b'"unreadable"')
+    drain(raises=False)
+    assert DeadLetter.objects.get().reason == "invalid_body"
+
+    call_command("dead_letters", "discard", "--all", stdout=io.StringIO())
+    with transaction.atomic():
+        resume(wire.ticket(run.run_id, run.turn), True)
+    drain()
+
+    assert json.loads(again(run).answer) == "True ['first', 'first']"
 
 
 def test_show_says_why_a_run_has_failed() -> None:
