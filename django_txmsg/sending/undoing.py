@@ -190,8 +190,9 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
         # the branch. This reads all open letters: indexes find no beginnings of texts.
         same |= Q(correlation_id__startswith=f"{ticket}/")
     for one in letters.filter(same).only("stage", "message_id", "headers"):
-        # A join's requests without a deadline are those of a batch, and outlive it.
-        outlives = run.waits_for == WaitsFor.JOIN and wire.EXPIRES not in one.headers
+        # The requests of a batch have no HOP. Without a deadline, they outlive it.
+        unlimited = wire.EXPIRES not in one.headers and wire.HOP not in one.headers
+        outlives = run.waits_for == WaitsFor.JOIN and unlimited
         waits = not outlives or wire.REPLY_TO not in one.headers
         given = one.headers.get(wire.TICKET) or one.headers.get(wire.CORRELATION_ID, "")
         if given.partition("/")[0] == ticket and waits:

@@ -426,6 +426,31 @@ def foreign_price() -> Iterator[None]:
     foreign.remove(str(price))
 
 
+@shelved
+class Unlimited(Flow[Tour, int], name="tour.unlimited", within=None):
+    @step
+    def start(self, tour: Tour) -> Next[int]:
+        asked = [self.branch(price, Price(number)) for number in range(tour.stops)]
+        return self.gather(asked, then=self.ready, enough=tour.enough)
+
+    @step
+    def ready(self, answers: Answers[Priced]) -> Next[int]:
+        return 0
+
+
+def test_a_join_without_a_deadline_closes_the_dead_letters_of_its_requests() -> None:
+    broken.add(0)
+    with txmsg(REDELIVERY={"MAX_REDELIVERIES": 0}), at_hand(Unlimited):
+        with transaction.atomic():
+            run = start(Unlimited, Tour(2))
+        drain(raises=False)
+        assert DeadLetter.objects.get().resolution == "open"
+        with transaction.atomic():
+            cancel(run)
+        drain()
+    assert DeadLetter.objects.get().resolved_by == GONE_ON
+
+
 @pytest.mark.usefixtures("foreign_price")
 def test_a_join_closes_the_dead_letter_of_a_foreign_answer() -> None:
     """An unreadable answer without our headers becomes a dead letter. The answer's
