@@ -153,7 +153,9 @@ def check_runs(asked: Sequence[str]) -> Iterator[CheckMessage]:
         runs = Run.objects.using(using).filter(
             service__in=conf.get().services, ended_at=None
         )
-        columns = ("flow", "step", "otherwise", "version", "waits_for", "reads")
+        columns = (
+            "flow", "step", "otherwise", "version", "waits_for", "reads", "kept_undos"
+        )  # fmt: skip
         try:
             with transaction.atomic(using=using):
                 found = runs.values_list(*columns).order_by(*columns)
@@ -180,13 +182,14 @@ def _missing(
     version: int,
     waits_for: str,
     reads: str,
+    kept_undos: int | None,
 ) -> Iterator[str]:
     if declared is None:
         yield "the flow itself"
         return
     if version > declared.version:
         yield f"version {version} of its state"
-    if waits_for == WaitsFor.UNDO:
+    if waits_for == WaitsFor.UNDO and kept_undos is None:
         return  # no step follows
     for name in filter(None, (step, otherwise)):
         if name not in declared.steps:

@@ -72,6 +72,7 @@ from django_txmsg.flows import (
     Flow,
     Next,
     TimedOut,
+    acts,
     cancel,
     declaration,
     signal,
@@ -644,6 +645,17 @@ def test_a_run_that_undoes_its_work_waits_for_no_step() -> None:
         assert lacking() == []
         drain()
     assert outcome(run) == Outcome.FAILED
+
+
+@pytest.mark.usefixtures("undone")
+def test_a_run_that_goes_back_waits_for_the_step_to_which_it_goes() -> None:
+    run = begun()
+    with transaction.atomic():
+        acts.act("go-back", run, acts.Given(to="start"))
+    assert Run.objects.get().waits_for == WaitsFor.UNDO
+    assert lacking() == []
+    Run.objects.update(step="earlier")
+    assert lacking() == ["the step 'earlier'"]
 
 
 @pytest.mark.usefixtures("undone")
