@@ -33,6 +33,8 @@ from .filters import AgeFilter, CountingFilter, StateFilter
 from .sequence import sequence
 
 _PAGE = "admin:django_txmsg_run_change"
+#: Undos on the page of a run. A gather can register tens of thousands.
+MOST_UNDOS = 50
 
 
 class RunStateFilter(StateFilter):
@@ -196,6 +198,7 @@ class RunAdmin(RowPageAdmin):
         states = user.has_perm("django_txmsg.view_message_body")
         steps = FlowStep.objects.using(using).filter(run=run, left=False)
         undos = FlowUndo.objects.using(using).filter(run=run).order_by("-number")
+        shown_undos = list(undos.defer("body")[:MOST_UNDOS])
         letters = DeadLetter.objects.using(using).filter(
             message_id=run.request_id, resolution=Resolution.OPEN
         )
@@ -221,8 +224,10 @@ class RunAdmin(RowPageAdmin):
             "sequence": sequence(
                 run, signals=declared.signals if declared else (), states=states
             ),
-            "undos": undos,
-            "revoked": _revoked(undos),
+            "undos": shown_undos,
+            "kept_undos": run.kept_undos or 0,
+            "more_undos": undos.count() - len(shown_undos),
+            "revoked": _revoked(shown_undos, using),
             "letter": letters.only("exception", "reason").first()
             if not run.ended_at and may(request, "view_deadletter")
             else None,
@@ -260,11 +265,11 @@ class RunAdmin(RowPageAdmin):
         return led(request, _PAGE, pk)
 
 
-def _revoked(undos: QuerySet[FlowUndo]) -> set[uuid.UUID | None]:
+def _revoked(undos: list[FlowUndo], using: str | None) -> set[uuid.UUID | None]:
     """Return the requests that were revoked here before a stage executed them: their
     undos had nothing to do."""
-    rows = InboxMessage.objects.using(undos.db)
-    known = rows.filter(message_id__in=undos.order_by().values("request_id"))
+    requests = [one.request_id for one in undos if one.request_id]
+    known = InboxMessage.objects.using(using).filter(message_id__in=requests)
     revoked = known.filter(revoked_at__isnull=False)
     done = known.filter(processed_at__isnull=False)
     return {*revoked.values_list("message_id", flat=True)} - {

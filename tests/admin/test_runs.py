@@ -96,6 +96,23 @@ def test_list_shows_and_finds_runs(operator: Client) -> None:
         assert set(re.findall(r"A-\d", rows.partition("result_list")[2])) == keys, query
 
 
+def test_page_lists_the_newest_undos_and_says_which_are_still_to_do(
+    operator: Client,
+) -> None:
+    run = stored(failing=True, waits_for="undo", undos=52, kept_undos=50)
+    FlowUndo.objects.bulk_create(
+        FlowUndo(run=run, number=one, destination="acts.unpay", body=b"1")
+        for one in range(1, 53)
+    )
+
+    page = page_of(operator, run)
+
+    assert re.findall(r"<dt>Undo (\d+)</dt>", page) == [*map(str, range(52, 2, -1))]
+    assert "2 older ones are not listed." in page
+    assert page.count("</code> to do") == 2
+    assert page.count("if it fails") == 48
+
+
 def test_page_shows_the_dead_request_and_that_there_was_nothing_to_undo(
     operator: Client, somebody: Callable[..., Client]
 ) -> None:
