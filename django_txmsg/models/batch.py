@@ -65,6 +65,9 @@ class Branch(models.Model):
         return f"{self.number} to {self.destination}"
 
 
+#: More transactions than ever write answers of one batch at the same time.
+CONCURRENT = 1000
+
 _OPEN = Q(answered_at=None)
 _FAILED = Q(failed=True)
 _LEFT = Q(left=True)
@@ -154,6 +157,9 @@ class Batch(models.Model):
         spare = max(self.total - failed - self.enough, 0)
         # Those asked last: they mostly are the last to be answered.
         open_rows = self.rows().filter(_OPEN).order_by("-number").values_list("pk")
+        # So many rows are not locked for each answer.
+        if spare > CONCURRENT // 10 and open_rows[spare + CONCURRENT :][:1]:
+            return False
         with transaction.atomic(using=open_rows.db):
             free = open_rows.select_for_update(skip_locked=True, no_key=True)
             ended = len(free[: spare + 1]) <= spare

@@ -8,12 +8,14 @@ import datetime as dt
 import json
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from django.db import connection, connections, transaction
+from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
 
 from django_txmsg import (
@@ -563,6 +565,33 @@ def test_two_last_answers_at_the_same_moment_end_the_join(
     last.join(120)
     drain("tour.flow.steps", "tour.forget")
     assert [one for one in amounts(run) if one >= 0] == [0, 10]
+
+
+@pytest.mark.postgresql
+def test_answer_of_a_large_batch_with_enough_locks_no_open_branches() -> None:
+    """Another transaction makes the same check, and has locked half of the branches.
+    They count as open until enough may have been answered."""
+    batch = Batch.objects.create(
+        run=tour(1), turn=uuid.uuid4(), total=4000, enough=2000
+    )
+    Branch.objects.bulk_create(
+        Branch(batch=batch, number=n, destination="q", request_id=uuid.uuid4())
+        for n in range(batch.total)
+    )
+    assert not batch.may_have_ended()
+    with transaction.atomic(), ThreadPoolExecutor(1) as other:
+        list(batch.rows().filter(number__gte=1999).select_for_update())
+        assert not other.submit(in_own_connection, batch.may_have_ended).result(60)
+    for answered, ended in ((1000, False), (1999, False), (2000, True)):
+        batch.rows().filter(number__lt=answered).update(answered_at=Now())
+        assert batch.may_have_ended() == ended
+
+
+def in_own_connection(work: Callable[[], bool]) -> bool:
+    try:
+        return work()
+    finally:
+        connections.close_all()
 
 
 def in_thread(stage: stages.Stage) -> threading.Thread:
