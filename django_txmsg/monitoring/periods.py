@@ -36,9 +36,6 @@ GRACE = dt.timedelta(minutes=5)
 HOURS = 24
 _HOUR, _EPOCH = dt.timedelta(hours=1), dt.datetime.fromtimestamp(0, dt.timezone.utc)
 
-#: Within this time, a worker has stored a finished period.
-STORED = PERIOD + GRACE + dt.timedelta(minutes=10)
-
 #: What this process has counted of finished periods that no worker has stored, by
 #: database: from when, until when, and the counts. Without workers, each look would
 #: count the whole day again.
@@ -99,7 +96,7 @@ def forget() -> None:
 def remember(using: str, now: dt.datetime) -> None:
     """Find the finished periods of the last 24 hours that have no `PeriodCount` rows
     yet. Count the messages of each such period, and store the counts."""
-    _, start = _remembered(using, _first_hour(now))
+    start = _open_since(using, _first_hour(now))
     if start + PERIOD + GRACE > now:
         return
     live = _count(using, start)
@@ -128,31 +125,32 @@ def _remembered(
     """Return the stored counts of all periods before the first period without a stored
     count. Also return the start of that period. The caller must count the rows from
     then on."""
-    counts: dict[tuple[dt.datetime, str], int] = {}
-    starts = set()
-    for start, series, count in (
+    open_since = _open_since(using, first)
+    totals = (
         PeriodCount.objects.using(using)
-        .filter(start__gte=first)
+        .filter(start__gte=first, start__lt=open_since)
         .values("start", "series")
         .annotate(total=Sum("count"))
         .values_list("start", "series", "total")
-    ):
-        counts[start, series] = count
-        starts.add(start)
-    open_since = first
-    while open_since in starts:
-        open_since += PERIOD
-    return {key: n for key, n in counts.items() if key[0] < open_since}, open_since
+    )
+    return {(start, series): count for start, series, count in totals}, open_since
+
+
+def _open_since(using: str, first: dt.datetime) -> dt.datetime:
+    """Return the start of the first period at or after `first` that is not stored. Only
+    the rows that mark a period as counted are read."""
+    marks = PeriodCount.objects.using(using).filter(
+        start__gte=first, series=SERIES[0], place=""
+    )
+    starts = set(marks.values_list("start", flat=True))
+    while first in starts:
+        first += PERIOD
+    return first
 
 
 def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
-    """Return a time for each series and place with a message in the past 24 hours: the
-    time of the latest message.
-
-    The time is exact if the message was dispatched or processed so recently that its
-    period may not be stored yet. Otherwise the time is the end of the last stored
-    period with a message.
-    """
+    """Return the end of the last stored period with a message in the past 24 hours, for
+    each series and place. The newest period may not be stored yet."""
     active: Any = (
         PeriodCount.objects.using(using)
         .filter(start__gte=now - HOURS * _HOUR, count__gt=0)
@@ -160,12 +158,7 @@ def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.dateti
         .annotate(last=Max("start"))
         .values_list("series", "place", "last")
     )
-    found = {(series, place): last + PERIOD for series, place, last in active}
-    for series in ("dispatched", "processed"):
-        rows, column = _rows(using, series, now - STORED)
-        for place, last in rows.annotate(last=Max(column)).values_list("place", "last"):
-            found[series, place] = last
-    return found
+    return {(series, place): last + PERIOD for series, place, last in active}
 
 
 def _count(using: str, since: dt.datetime) -> Counter[tuple[dt.datetime, str, str]]:

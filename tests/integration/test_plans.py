@@ -29,7 +29,7 @@ from django_txmsg.models import (
 )
 from django_txmsg.models.fields import clock
 from django_txmsg.models.run import WaitsFor
-from django_txmsg.monitoring import retention, waiting
+from django_txmsg.monitoring import periods, retention, waiting
 from django_txmsg.relaying.listener import seconds_until_due
 from django_txmsg.runtime import notifications
 from django_txmsg.sending import undoing
@@ -428,6 +428,16 @@ def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
 
     assert look() == {"tests.q", "zzz"}
     assert read_for(look) < 100
+
+
+def test_the_last_activity_of_places_is_read_without_their_messages() -> None:
+    OutboxMessage.objects.update(dispatched_at=Now())
+    InboxMessage.objects.create(
+        stage="tests.q", message_id=uuid.uuid4(), destination="tests.q"
+    )
+    copies(InboxMessage, message_id="gen_random_uuid()", processed_at="now()")
+    now = clock("default")
+    assert read_for(lambda: periods.last_active("default", now)) < 100
 
 
 def test_the_first_dead_letter_of_an_error_is_found_by_an_index() -> None:
