@@ -182,7 +182,7 @@ def _count(
     found.ordered["held_keys"] += sum(line.held for line in lines)
     full = StageState.objects.using(using).exclude(full_since=None).count()
     found.ordered["full_stages"] += full
-    for one in waiting.for_newer_code(using).values():
+    for one in waiting.for_newer_code(using, most=0).values():
         if one.since:
             longest = found.needs_newer_code or dt.timedelta()
             found.needs_newer_code = max(now - one.since, longest)

@@ -19,6 +19,7 @@ from django.db import connections
 from .. import rules
 from ..models import InboxMessage
 from ..models.fields import later_sql, now_sql, query, read_instant
+from ..models.inbox_order import never_sql
 from ..rules import Rule, inbox, outbox
 
 #: Most rows that are counted for one place; more are "50,000+".
@@ -52,11 +53,6 @@ class Waiting:
     """For the outbox: the service that stored them; "" for an earlier release."""
 
     @property
-    def delayed(self) -> int:
-        """The number of messages that are not due yet."""
-        return self.count - self.due
-
-    @property
     def capped(self) -> bool:
         """Whether the place has more than CAP messages."""
         return self.count > CAP
@@ -64,8 +60,8 @@ class Waiting:
 
 @dataclass(frozen=True)
 class NeedsNewerCode:
-    """The messages of one stage that wait for newer code: their number, the time when
-    the first of them arrived, and a type and version that they need."""
+    """The messages of one stage that wait for newer code: their number, up to a limit,
+    the time when the first of them arrived, and a type and version that they need."""
 
     count: int
     since: dt.datetime | None
@@ -136,7 +132,9 @@ def in_inbox(
         using,
         "django_txmsg_inboxmessage",
         ("stage",),
-        inbox.RETRYING,
+        # Those that wait for a predecessor which waits, too, are never read.
+        inbox.RETRYING & Rule("{due_at} < " + never_sql(connections[using])),
+        within=inbox.PARKED,
         due="due_at",
         since=f"CASE WHEN r.id IN ({ids}) THEN NULL ELSE {since} END",
         also="" if most is None else f" AND {leased} IS NOT TRUE",
@@ -188,17 +186,25 @@ def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
     )
 
 
-def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
-    """Return the messages that wait for newer code, by stage."""
+def for_newer_code(using: str, *, most: int = CAP) -> dict[str, NeedsNewerCode]:
+    """Return the messages that wait for newer code, by stage. At most `most` + 1
+    messages of each stage are read, the longest waiting first."""
+    connection, table = connections[using], "django_txmsg_inboxmessage"
+    rule = inbox.NEEDS_NEWER_CODE
+    since = instant_sql(connection, "MIN(since)")
+    found = array_sql(connection, "COUNT(*)", since, "MIN(type)", "MAX(version)")
     rows = query(
         using,
-        "SELECT stage, COUNT(*), MIN(first_received_at), MIN(needs_type),"  # noqa: S608 - constants only
-        " MAX(needs_version) FROM django_txmsg_inboxmessage"
-        f" WHERE {inbox.NEEDS_NEWER_CODE.sql()} GROUP BY stage ORDER BY stage",
+        f"{places_sql(table, ('stage',), rule)} SELECT o.stage, (SELECT {found} FROM ("  # noqa: S608 - constants only
+        "SELECT first_received_at AS since, needs_type AS type, needs_version AS"
+        f" version FROM {table} r WHERE r.stage = o.stage AND {rule.sql('r')}"
+        f" ORDER BY first_received_at LIMIT {most + 1}) AS bounded)"
+        f" FROM places JOIN {table} o ON o.id = places.id ORDER BY o.stage",
     )
+    read = ((stage, read_array(found)) for stage, found in rows)
     return {
         stage: NeedsNewerCode(count, read_instant(since), name, version)
-        for stage, count, since, name, version in rows
+        for stage, (count, since, name, version) in read
     }
 
 
@@ -259,12 +265,14 @@ def _by_place(
     for_rate: str = "FALSE",
     since: str = "",
     also: str = "",
+    within: Rule | None = None,
 ) -> list[Waiting]:
     """Count the rows of each place, at most `most` rows per place, the earliest due
     times first. A place with many rows does not affect the counts of other places. If a
     place is in `held`, or not in `own`, if given, none of its rows counts as due. A row
     is due from `since` on, by default from `due` on, which is the column of an index.
-    `also` is a further condition."""
+    `also` is a further condition. `within` is a weaker rule, which finds a place by its
+    first row in an index."""
     connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
     limit = (CAP if most is None else most) + 1
@@ -281,7 +289,7 @@ def _by_place(
     same = " AND ".join(f"r.{name} = o.{name}" for name in columns)
     place = ", ".join(f"o.{name}" for name in columns)
     sql = f"""
-        {places_sql(table, columns, rule)}
+        {places_sql(table, columns, within or rule)}
         SELECT {place}, (SELECT {counts} FROM (
             SELECT {since or due} AS due, {leased.format(now=now)} AS leased,
                 {retried} AS retried, {for_rate} AS for_rate
@@ -292,6 +300,8 @@ def _by_place(
     found = []
     for *named, counted in query(using, sql, [-OVERDUE.total_seconds()]):
         count, due_now, overdue, in_flight, again, slots, oldest = read_array(counted)
+        if not count and within is not None:
+            continue
         foreign = oldest if own is not None and named[-1] not in own else None
         if named[-1] in held or foreign is not None:
             due_now, overdue, oldest = 0, 0, None

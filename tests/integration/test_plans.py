@@ -28,6 +28,7 @@ from django_txmsg.models import (
     claiming,
 )
 from django_txmsg.models.fields import clock
+from django_txmsg.models.inbox_order import NEVER
 from django_txmsg.models.run import WaitsFor
 from django_txmsg.monitoring import periods, retention, waiting
 from django_txmsg.relaying.listener import seconds_until_due
@@ -428,6 +429,55 @@ def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
 
     assert look() == {"tests.q", "zzz"}
     assert read_for(look) < 100
+
+
+def read_as_if_large(work: Callable[[], Any]) -> int:
+    """Return how many rows are read as if the inbox were many times larger."""
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute(f"ANALYZE {InboxMessage._meta.db_table}")
+        for way in ("seqscan", "hashjoin", "mergejoin"):
+            cursor.execute(f"SET LOCAL enable_{way} = off")
+        return read_for(work)
+
+
+def park(**columns: Any) -> InboxMessage:
+    return InboxMessage.objects.create(
+        message_id=uuid.uuid4(),
+        destination="tests.q",
+        due_at=Now(),
+        body=b"x",
+        headers={},
+        **columns,
+    )
+
+
+def test_health_reads_no_messages_that_wait_behind_a_dead_letter() -> None:
+    park(stage="tests.a", waits_for=uuid.uuid4())
+    copies(InboxMessage, message_id="gen_random_uuid()", due_at=f"'{NEVER}+00'")
+    InboxMessage.objects.update(due_at=NEVER + "+00")
+    park(stage="tests.b")
+    found: list[waiting.Waiting] = []
+
+    def look() -> None:
+        found[:] = waiting.in_inbox("default", most=0)
+
+    assert read_as_if_large(look) < 50
+    assert [(one.name, one.count) for one in found] == [("tests.b", 1)]
+
+
+def test_messages_for_newer_code_are_read_to_a_limit() -> None:
+    park(stage="tests.a", needs_version=2, needs_type="orders.Order")
+    copies(InboxMessage, message_id="gen_random_uuid()")
+    found: dict[str, waiting.NeedsNewerCode] = {}
+
+    def look() -> None:
+        found.update(waiting.for_newer_code("default", most=9))
+
+    assert read_as_if_large(look) < 50
+    assert list(found) == ["tests.a"]
+    newer = found["tests.a"]
+    assert (newer.count, newer.type, newer.version) == (10, "orders.Order", 2)
+    assert newer.since == InboxMessage.objects.earliest("pk").first_received_at
 
 
 def test_the_last_activity_of_places_is_read_without_their_messages() -> None:

@@ -168,7 +168,7 @@ def facts(picture: Status) -> dict[str, Any]:
                 "critical_p95": p.critical,
                 "paused": p.paused_at is not None,
                 "workers": p.workers,
-                "needs_newer_code": p.newer.count if p.newer else 0,
+                "needs_newer_code": min(p.newer.count, CAP) if p.newer else 0,
                 "blocked": min(p.line.count, CAP),
                 "blocked_bytes": p.line.size,
                 "blocked_age": _seconds(p.line.since, now),
