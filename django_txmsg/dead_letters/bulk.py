@@ -409,7 +409,8 @@ def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
         if not batch:
             return 0
         remembered = dict(operation.skipped_why)
-        remembered[str(batch[0].pk)] = str(error)[:500]
+        if len(remembered) < REMEMBERED:
+            remembered[str(batch[0].pk)] = str(error)[:500]
         _advance(
             operation,
             using,

@@ -155,6 +155,19 @@ def test_operation_cancelled_after_its_batch_failed_stays_cancelled(
 
 
 @pytest.mark.django_db
+def test_reasons_of_messages_that_fail_alone_are_limited() -> None:
+    letters = factories.DeadLetterFactory.create_batch(bulk.REMEMBERED + 2)
+    operation = bulk.start("redeliver", {})
+    for _ in letters:
+        operation.batch_size = 1
+        assert bulk._smaller(operation, "default", ValueError("refused")) == 1
+        operation.refresh_from_db()
+
+    assert operation.skipped == bulk.REMEMBERED + 2
+    assert len(operation.skipped_why) == bulk.REMEMBERED
+
+
+@pytest.mark.django_db
 def test_message_that_cannot_be_redelivered_does_not_stop_the_others() -> None:
     letters = factories.DeadLetterFactory.create_batch(250)
     spoilt = letters[130]
