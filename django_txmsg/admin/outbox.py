@@ -26,6 +26,7 @@ class OutboxStateFilter(StateFilter):
     """Filters by state: pending, overdue, in flight, dispatched, dead or cancelled."""
 
     labels: ClassVar[dict[str, str]] = {"dead": "refused or expired"}
+    uncounted = frozenset({"in flight", "overdue"})
 
     @staticmethod
     def conditions() -> dict[str, Q]:

@@ -19,6 +19,7 @@ import pytest
 from django.core.management import call_command
 from django.db import OperationalError, connection, connections
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from django_txmsg import every, health, stages
@@ -733,3 +734,14 @@ def test_all_is_not_well_beside_an_alarm() -> None:
     out = StringIO()
     call_command("message_status", stdout=out)
     assert "All is well." in out.getvalue()
+
+
+def test_list_of_the_outbox_counts_no_state_without_an_index(viewer: Client) -> None:
+    with CaptureQueriesContext(connection) as queries:
+        page = viewer.get(f"{OVERVIEW}outboxmessage/").content.decode()
+    assert "in flight</a>" in page
+    assert "overdue</a>" in page
+    assert "pending (0)</a>" in page
+    counts = [sql for one in queries if "COUNT(" in (sql := one["sql"])]
+    assert counts
+    assert not [one for one in counts if "lease_until" in one.partition("WHERE")[2]]
