@@ -197,8 +197,10 @@ def _delete(doomed: QuerySet[Any], using: str) -> int:
         return delete_where(doomed)
     attempts = Attempt.objects.using(using)
     # Checked before the transaction: on SQLite one that began by reading may not write.
-    of_doomed = attempts.filter(Exists(doomed.filter(_same_message())))
-    failed = list(of_doomed.values_list("pk", flat=True))
+    messages = set(doomed.values_list("message_id", "stage"))
+    same = attempts.filter(OneOf("message_id", {one for one, _ in messages}))
+    found = same.values_list("pk", "message_id", "stage")
+    failed = [pk for pk, *of in found if tuple(of) in messages]
     remembered = InboxMessage.objects.using(using).filter(_same_message())
     with transaction.atomic(using=using):
         deleted = delete_where(doomed)

@@ -154,6 +154,21 @@ def test_processed_message_goes_with_any_number_of_attempts() -> None:
     assert not Attempt.objects.exists()
 
 
+@pytest.mark.skipif("connection.vendor != 'sqlite'")
+def test_attempts_of_pruned_messages_are_found_by_an_index() -> None:
+    make.InboxMessageFactory(first_received_at=ago(days=8))
+    (kind,) = [kind for kind in retention.kinds() if kind.model is InboxMessage]
+    with CaptureQueriesContext(connection) as queries:
+        assert sum(retention.prune(kind, "default")) == 1
+    read = [one["sql"] for one in queries if "django_txmsg_attempt" in one["sql"]]
+    assert read
+    with connection.cursor() as cursor:
+        for sql in read:
+            cursor.execute(f"EXPLAIN QUERY PLAN {sql}")
+            plan = [row[-1] for row in cursor.fetchall()]
+            assert not [one for one in plan if one.startswith("SCAN django_txmsg")]
+
+
 def test_a_message_whose_copies_keep_coming_is_remembered() -> None:
     row = make.InboxMessageFactory(
         first_received_at=ago(days=30), last_received_at=ago(days=1)
