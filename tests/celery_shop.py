@@ -56,6 +56,25 @@ def die_late(sender: Any = None, **_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@signals.worker_process_init.connect
+def die_in_a_chord(**_: Any) -> None:
+    """Kill this process once, after a task has stored its result and before the task's
+    chord counts it."""
+    note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE_IN_CHORD", "/nowhere"))
+    if not note.exists():
+        return
+    backend = app.backend
+    count = backend.on_chord_part_return
+
+    def on_chord_part_return(*args: Any, **options: Any) -> Any:
+        if note.exists():
+            note.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count(*args, **options)
+
+    backend.on_chord_part_return = on_chord_part_return
+
+
 @app.task
 def add(x: int, y: int) -> int:
     """Add two numbers."""

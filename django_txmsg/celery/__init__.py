@@ -111,6 +111,7 @@ class OnceTask(TransactionalTask):
     #: the broker.
     acks_late = True
     reject_on_worker_lost = True
+    Request = "django_txmsg.celery.request:OnceRequest"
     using: str | None = None
 
     @classmethod

@@ -206,6 +206,34 @@ def test_a_worker_killed_after_its_commit_loses_and_repeats_nothing(
     assert (first.state, first.attempts) == ("processed", 1)
 
 
+def test_a_process_killed_before_its_chord_counts_its_task_loses_no_chord(
+    worker: Start, redis: Redis, tmp_path: Path
+) -> None:
+    """The process is killed after the result of the task is stored. The task is
+    delivered again, and the chord counts it."""
+    app.conf.result_backend = redis.url(1)
+    forget_connections()
+    note = tmp_path / "in chord"
+    note.touch()
+    with transaction.atomic():
+        chord([charge.s(1), charge.s(2)], step.si("body")).delay()
+
+    one = worker(
+        TXMSG_TEST_CELERY_RESULTS=redis.url(1),
+        TXMSG_TEST_CELERY_DIE_IN_CHORD=str(note),
+    )
+
+    worked(
+        one,
+        "charge [1]",
+        "charge [2]",
+        'step ["body"]',
+        'step ["called by", 1]',
+        'step ["called by", 2]',
+    )
+    assert not note.exists()
+
+
 def test_a_worker_killed_after_it_called_its_links_calls_them_with_the_same_ids(
     worker: Start, tmp_path: Path
 ) -> None:
