@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from celery import Celery
 from kombu import Producer
 from kombu.exceptions import OperationalError
+from kombu.serialization import prepare_accept_content, registry
 from kombu.utils.imports import symbol_by_name
 
 from .. import wire
@@ -292,6 +293,18 @@ def _unsent(error: BrokerError | None) -> DispatchUnknown:
 def send_only() -> NoReturn:
     raise BrokerError(
         "a celery:// broker only sends: Celery's workers receive its messages"
+    )
+
+
+def refused_serializers(app: Any) -> list[str]:
+    """Return the serializers of the app's tasks whose messages its workers drop."""
+    accepted = prepare_accept_content(app.conf.accept_content)
+    names = {app.conf.task_serializer, *(one.serializer for one in app.tasks.values())}
+    kinds = {name: registry.name_to_type.get(name) for name in names if name}
+    return sorted(
+        name
+        for name, kind in kinds.items()
+        if accepted and kind and kind not in accepted
     )
 
 

@@ -219,7 +219,9 @@ def call(
             raise TransactionRequired(
                 f"The task {name!r} was called with no transaction open on database "
                 f'{alias!r}, and TXMSG["CELERY"]["REQUIRE_ATOMIC"] is True. Wrap the '
-                f"call and your own queries in transaction.atomic(using={alias!r})."
+                f"call and your own queries in transaction.atomic(using={alias!r}). "
+                f"If an on_commit() hook calls the task, drop the hook, and call the "
+                f"task inside the transaction."
             )
         return send(task_id, producer, **masked)
     refuse_another_broker(app, name, producer, *leads)

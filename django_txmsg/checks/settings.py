@@ -345,6 +345,8 @@ def check_celery() -> Iterator[CheckMessage]:
 
 
 def _lossy(app: Any) -> Iterator[tuple[str, str]]:
+    from ..brokers.celery import refused_serializers
+
     settings = app.conf
     backend = str(settings.result_backend or "")
     if backend.startswith(("rpc", "amqp")):
@@ -365,6 +367,12 @@ def _lossy(app: Any) -> Iterator[tuple[str, str]]:
             f"the transport {transport}:// keeps tasks in the memory of one process.",
             "Set broker_url to a broker that the workers share.",
         )
+    for name in refused_serializers(app):
+        yield (
+            f"tasks are written with the serializer {name!r}, which is not in "
+            f"accept_content: the workers drop them.",
+            "Add it to accept_content, or use another serializer.",
+        )
     if settings.task_default_delivery_mode in ("transient", 1):
         yield (
             "task_default_delivery_mode is transient: the broker forgets tasks when it "
@@ -376,11 +384,19 @@ def _lossy(app: Any) -> Iterator[tuple[str, str]]:
 def _once(app: Any) -> Iterator[tuple[str, str]]:
     from ..celery import OnceTask
 
+    tasks = [one for _, one in sorted(app.tasks.items()) if isinstance(one, OnceTask)]
     # Tasks found by autodiscovery log the same in their worker.
-    for _, task in sorted(app.tasks.items()):
-        if isinstance(task, OnceTask):
-            for careless in task.careless():
-                yield careless, "Leave it to OnceTask."
+    for task in tasks:
+        for careless in task.careless():
+            yield careless, "Leave it to OnceTask."
+    if tasks and app.conf.worker_deduplicate_successful_tasks:
+        yield (
+            f"worker_deduplicate_successful_tasks is True: if a worker dies before the "
+            f"chord of an OnceTask such as {tasks[0].name!r} has counted it, Celery "
+            f"drops the task's redelivery, and the chord never ends.",
+            "Leave worker_deduplicate_successful_tasks at False: OnceTask recognizes "
+            "copies itself.",
+        )
 
 
 def _plain(where: str, app: Any) -> Iterator[CheckMessage]:

@@ -122,6 +122,11 @@ def test_outside_of_a_transaction_a_call_is_an_error_if_settings_require_one() -
     with through("tests.celery_shop:app", CELERY={"REQUIRE_ATOMIC": True}):
         with pytest.raises(TransactionRequired, match=r"shop\.add"):
             add.delay(1, 2)
+        with (
+            pytest.raises(TransactionRequired, match="drop the hook"),
+            transaction.atomic(),
+        ):
+            transaction.on_commit(lambda: add.delay(1, 2))
         with pytest.raises(TransactionRequired):
             app.send_task("elsewhere.task")
         with pytest.raises(TransactionRequired):

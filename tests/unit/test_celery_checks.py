@@ -54,7 +54,8 @@ def found() -> list[tuple[str, str]]:
 def usual() -> Iterator[None]:
     """Restore the app's settings after the test."""
     names = ("broker_url", "result_backend", "task_protocol", "task_always_eager")
-    before = {name: app.conf[name] for name in (*names, "task_default_delivery_mode")}
+    more = ("task_default_delivery_mode", "worker_deduplicate_successful_tasks")
+    before = {name: app.conf[name] for name in (*names, *more, "accept_content")}
     yield
     app.conf.update(before)
 
@@ -72,6 +73,8 @@ def test_nothing_is_found_where_all_is_well() -> None:
         ("task_protocol", 1, "task_protocol"),
         ("broker_url", "memory://", "memory://"),
         ("task_default_delivery_mode", "transient", "transient"),
+        ("worker_deduplicate_successful_tasks", True, "deduplicate"),
+        ("accept_content", ["pickle"], "'json', which is not in accept_content"),
     ],
 )
 def test_a_setting_that_loses_tasks_is_an_error(
@@ -97,6 +100,25 @@ def test_a_once_task_that_is_acknowledged_early_is_an_error() -> None:
         ((code, message),) = found()
 
     assert (code, "acks_late=False" in message) == ("txmsg.E020", True)
+
+
+def test_a_task_that_its_workers_would_drop_is_an_error() -> None:
+    global pickled
+    pickled = Celery("pickled", set_as_current=False, broker="amqp://")
+    pickled.task(serializer="pickle", name="pickled", shared=False)(nothing)
+    with through(f"{__name__}:pickled"):
+        ((code, message),) = found()
+
+    assert (code, "'pickle', which is not" in message) == ("txmsg.E020", True)
+
+
+def test_copies_may_be_dropped_if_there_is_no_once_task() -> None:
+    global dropping
+    dropping = Celery("dropping", set_as_current=False, broker="amqp://")
+    dropping.tasks.clear()  # those of the tests' other apps, which Celery shares
+    dropping.conf.worker_deduplicate_successful_tasks = True
+    with through(f"{__name__}:dropping"):
+        assert found() == []
 
 
 def test_task_registered_later_logs_its_problems(
