@@ -341,6 +341,7 @@ def check_celery() -> Iterator[CheckMessage]:
         for message, hint in (*_lossy(app), *_once(app)):
             yield Error(f"{where}: {message}", hint=hint, id="txmsg.E020")
         yield from _plain(where, app)
+        yield from _uncounted(where, app)
     yield from _consumed(celerys)
 
 
@@ -396,6 +397,21 @@ def _once(app: Any) -> Iterator[tuple[str, str]]:
             f"drops the task's redelivery, and the chord never ends.",
             "Leave worker_deduplicate_successful_tasks at False: OnceTask recognizes "
             "copies itself.",
+        )
+
+
+def _uncounted(where: str, app: Any) -> Iterator[CheckMessage]:
+    from ..celery import OnceTask
+
+    once = any(isinstance(task, OnceTask) for task in app.tasks.values())
+    if once and str(app.conf.result_backend or "").startswith("django-db"):
+        yield Warning(
+            f"{where}: with the result backend django-db, a chord of OnceTasks may "
+            f"never call its body if a worker is killed right after the chord has "
+            f"counted a task.",
+            hint="Use Redis as the result backend if your app has chords. If it has "
+            "none, silence this warning.",
+            id="txmsg.W021",
         )
 
 

@@ -146,6 +146,15 @@ def test_a_class_that_forgets_the_outbox_upon_commit_is_a_warning() -> None:
     assert (code, "of lossy is" in message) == ("txmsg.W020", True)
 
 
+@pytest.mark.usefixtures("usual")
+def test_chords_whose_tasks_the_database_counts_are_a_warning() -> None:
+    app.conf.result_backend = "django-db"
+    with through("tests.celery_shop:app"):
+        ((code, message),) = found()
+
+    assert (code, "django-db" in message) == ("txmsg.W021", True)
+
+
 def test_an_app_whose_tasks_go_around_the_outbox_is_a_warning() -> None:
     with through(f"{__name__}:plain"):
         ((code, _),) = found()
