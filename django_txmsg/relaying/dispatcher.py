@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import heapq
 import logging
+import math
 import queue
 import threading
 import time
@@ -157,7 +158,8 @@ class Dispatcher:
         left = len(ids)
         while left > 0 and (claimed := lane.dispatch(ids=ids)):
             left -= claimed
-        self._breaker.worked()
+        sent = left < len(ids)
+        self._breaker.worked(opened=math.inf if sent else lane.opened)
         held = lane.held_back(ids) if left > 0 else []
         if held and tries < len(AGAIN):
             # Together with the earlier rows, whose process may have died.

@@ -446,7 +446,7 @@ class Lane:
                 raise BrokerUnavailable(
                     f"no receipt for {len(found.returned)} of {len(rows)} messages, "
                     f"which will be sent again with the same ids: {found.silence}"
-                )
+                ) from found.silence
             # No message is to blame if the connection ended while the lane was idle.
             if found.again and not apart and (is_new or found.unknown):
                 apart = True

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 
 from ..envelope.failure import stored_text
+from ..errors import DispatchUnknown
 from .per_process import Members, PerProcess
 
 log = logging.getLogger("django_txmsg.breaker")
@@ -73,6 +74,8 @@ class Breaker:
         #: back is not flooded.
         self.connecting = threading.Lock()
         self._failures = 0
+        #: Whether the server has left a message without an answer in this outage.
+        self._unanswered = False
         self._until = self._began = self._failed_at = 0.0
         #: Of the last outage that ended: its failures, its last pause, and when it
         #: ended.
@@ -107,6 +110,9 @@ class Breaker:
         """
         with self._lock:
             self.error, self._failed_at = error, time.monotonic()
+            cause = error.__cause__
+            silent = isinstance(cause, DispatchUnknown) and not cause.hung_up
+            self._unanswered |= silent
             if self.remaining:
                 return  # another thread has reported this outage
             goes_on = not self._failures and (
@@ -141,16 +147,20 @@ class Breaker:
         be the time at which the session was opened. If such a session was opened before
         the last failure, it proves nothing, because perhaps it has not used the server
         since that failure. The outage then ends only if no session has failed in the
-        minute after the end of the pause.
+        minute after the end of the pause. The same applies to every session that only
+        waited if the server has left a message without an answer in this outage: a
+        broker with a memory alarm, for example, still accepts sessions.
         """
         if not self._failures:
             return
         with self._lock:
-            failures, asked = self._failures, opened > self._failed_at
+            failures = self._failures
+            proves = opened == math.inf or not self._unanswered
+            asked = proves and opened > self._failed_at
             quiet = time.monotonic() - max(self._until, self._failed_at)
             if not failures or not (asked or quiet > QUIET):
                 return
-            self._failures, self._until = 0, 0.0
+            self._failures, self._until, self._unanswered = 0, 0.0, False
             self._former, self._ended = failures, time.monotonic()
             self.error = None
         what = f"{self.kind} {self.name!r}"

@@ -360,3 +360,29 @@ def test_without_commits_the_thread_forgets_that_the_broker_has_failed(
         assert breaker.outages()
         monkeypatch.setattr(breaker, "QUIET", 0.05)
         wait_until(lambda: not breaker.outages())
+
+
+def test_rows_that_another_process_holds_do_not_end_an_outage() -> None:
+    """A broker with a memory alarm accepts sessions, but answers no message. A dispatch
+    that claims no row proves nothing about messages."""
+    with (
+        ScriptedBroker(RABBITMQ) as rabbitmq,
+        txmsg(
+            BROKERS={"default": {"URL": f"{rabbitmq.url}?send_timeout=0.3"}},
+            DISPATCH_ON_COMMIT="thread",
+        ),
+    ):
+        rabbitmq.on("SEND").park()
+        with transaction.atomic():
+            send_message("tests.q", 1, key="hot")
+        wait_until(breaker.outages)
+        wait_until(lambda: OutboxMessage.objects.get().lease_until is None)
+        assert OutboxMessage.objects.claim(
+            broker="default", token=uuid.uuid4(), lease=60, limit=1
+        )
+        thread = dispatcher._dispatcher("default", "default")
+        wait_until(lambda: not thread._breaker.remaining)
+        with transaction.atomic():
+            send_message("tests.q", 2, key="hot")
+        wait_until(lambda: thread._again)
+        assert breaker.outages()

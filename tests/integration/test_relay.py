@@ -22,7 +22,10 @@ from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import limits
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
+from django_txmsg.runtime import breaker
 from django_txmsg.sending.outbox import send_message, send_messages
+from django_txmsg.testing.profiles import RABBITMQ
+from django_txmsg.testing.scripted_broker import ScriptedBroker
 from tests.factories import OutboxMessageFactory
 from tests.faults import wait_until
 from tests.running import IMPATIENT, at_work, committing, ship, txmsg
@@ -96,6 +99,33 @@ def test_a_broker_that_is_down_costs_no_attempt_and_one_log_line(
     assert not OutboxMessage.objects.exclude(attempts=0).exists()
     warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert len(warnings) == 1, [one.getMessage() for one in warnings]
+
+
+def test_a_broker_that_answers_no_message_has_one_outage(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A broker with a memory alarm accepts sessions, but answers no message. If a lane
+    only opens a session, because another lane holds the row, that proves nothing."""
+    caplog.set_level(logging.INFO)
+
+    def lines(level: int) -> list[str]:
+        found = [one for one in caplog.records if one.name == "django_txmsg.breaker"]
+        return [one.getMessage() for one in found if one.levelno == level]
+
+    with (
+        ScriptedBroker(RABBITMQ) as broker,
+        txmsg(BROKERS={"default": {"URL": f"{broker.url}?send_timeout=0.3"}}),
+    ):
+        broker.on("SEND").park()
+        store()
+        with at_work(Relay(["default"], ["default"], lanes=2)):
+            broker.wait_for("SEND", 4)
+            assert not lines(logging.INFO)
+            broker.forget_rules()
+            wait_until(lambda: lines(logging.INFO))
+        assert not breaker.outages()
+    assert not OutboxMessage.objects.filter(dispatched_at=None).exists()
+    assert len(lines(logging.WARNING)) == len(lines(logging.INFO)) == 1
 
 
 def test_a_rejected_message_backs_off_and_dies_while_others_flow(

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from django_txmsg.errors import BrokerUnavailable, DispatchUnknown
 from django_txmsg.runtime import breaker as breaker_module
 from django_txmsg.runtime.breaker import Breaker
 from tests.faults import wait_until
@@ -83,6 +84,30 @@ def test_a_session_that_only_waits_ends_no_outage_that_is_younger() -> None:
     wait_until(lambda: time.monotonic() > reopened)
     breaker.worked(opened=time.monotonic())
     assert not breaker.remaining
+    assert breaker.outage is None
+
+
+@pytest.mark.parametrize("hung_up", [False, True])
+def test_a_new_session_proves_nothing_about_messages_without_an_answer(
+    hung_up: bool,
+) -> None:
+    """A broker with a memory alarm accepts sessions, but answers no message."""
+    breaker = Breaker("orders", 600.0, first_pause=60.0)
+    error = BrokerUnavailable("no receipt")
+    error.__cause__ = DispatchUnknown("alarm", hung_up=hung_up)
+    breaker.failed(error)
+    failed = time.monotonic()
+    wait_until(lambda: time.monotonic() > failed)
+
+    breaker.worked(opened=time.monotonic())
+    assert (breaker.outage is not None) is not hung_up
+
+    breaker.worked()
+    assert breaker.outage is None
+    breaker.failed(OSError("refused"))
+    failed = time.monotonic()
+    wait_until(lambda: time.monotonic() > failed)
+    breaker.worked(opened=time.monotonic())
     assert breaker.outage is None
 
 
