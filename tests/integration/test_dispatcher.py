@@ -18,6 +18,7 @@ from django.db.models import DurationField, ExpressionWrapper, F
 from django.db.models.functions import Now
 
 from django_txmsg import signals
+from django_txmsg.brokers.amqp import session
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
@@ -288,9 +289,12 @@ def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
     assert QueueMessage.objects.count() == 2
 
 
-@pytest.mark.parametrize("broker", ["stomp", "embedded"])
+@pytest.mark.parametrize("broker", ["stomp", "amqp", "embedded"])
 def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silence(
-    broker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    broker: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Python 3.12 and later start no new threads while the interpreter exits. If the
     dispatch of a message needs a new thread, the relay dispatches the message, and no
@@ -304,8 +308,11 @@ def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silen
 
     with ScriptedBroker(RABBITMQ) as rabbitmq, caplog.at_level("WARNING"):
         monkeypatch.setattr(leases, "_keeper", PerProcess(leases._begin))
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        monkeypatch.setattr(session, "_heart", PerProcess(session._heart._make))
         url = rabbitmq.url if broker == "stomp" else "database://"
+        if broker == "amqp":
+            url = request.getfixturevalue("rabbitmq_amqp").url()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
         with txmsg(DISPATCH_ON_COMMIT="thread", BROKERS={"default": {"URL": url}}):
             send()
             dispatcher.stop_dispatchers(30)

@@ -36,13 +36,15 @@ class AmqpBroker(Broker):
             options, addresses = read_url(self._url)
         except (OSError, ValueError) as error:
             raise BrokerUnavailable(str(error)) from error
-        reasons = []
+        reasons, cause = [], None
         for host, port in addresses:
             try:
                 return AmqpSession(Link((host, port), options))
             except BrokerUnavailable as error:
                 reasons.append(f"{host}:{port}: {str(error).rstrip('.')}.")
-        raise BrokerUnavailable(f"No broker took the connection. {' '.join(reasons)}")
+                cause = error.__cause__
+        text = f"No broker took the connection. {' '.join(reasons)}"
+        raise BrokerUnavailable(text) from cause
 
     def hurried(self, timeout: float) -> AmqpBroker:
         return AmqpBroker(self.alias, hurry(self._url, timeout))

@@ -118,7 +118,7 @@ def _beat(links: list[Link]) -> None:
 
 
 def _refused(error: RuntimeError) -> None:
-    raise BrokerUnavailable(f"no heartbeats can be sent: {error}") from None
+    raise BrokerUnavailable(f"no heartbeats can be sent: {error}") from error
 
 
 _heart = PerProcess(lambda: Watch("txmsg-amqp-heart", _beat, _refused))
