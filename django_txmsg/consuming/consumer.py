@@ -157,7 +157,8 @@ class Consumer:
         #: When a rate that an operator has set ends, by `time.monotonic()`.
         self._rate_until = math.inf
         self._group = ThreadGroup(self.stop)
-        self._reported: set[int] = set()
+        #: What was reported of a thread, by the id of its object.
+        self._reported: dict[int, str] = {}
         self._beats, self._look_at_beat, self._beat_at = 0, 0, 0.0
 
     @property
@@ -398,17 +399,24 @@ class Consumer:
                 looking.run(one.delete)
 
     def _name_stuck(self) -> None:
+        after = self._settings.CONSUME.STUCK_AFTER
+        began = {one.thread: one.since for one in liveness.now_running()}
         for thread in self.threads:
-            stack = thread.stuck(self._settings.CONSUME.STUCK_AFTER)
+            stack, since = thread.stuck(after), began.get(thread.name)
+            if since is None:
+                # It may wait for the lock on a row of the inbox, for example.
+                what = "no handler is running now, and a message has been in progress"
+            else:
+                what = "its handler has been running"
             if stack is None:
-                self._reported.discard(id(thread))
-            elif id(thread) not in self._reported:
-                self._reported.add(id(thread))
+                self._reported.pop(id(thread), None)
+            elif since is not None and time.monotonic() - since < after:
+                continue  # the message waited before its handler began
+            elif self._reported.get(id(thread)) != what:
+                self._reported[id(thread)] = what
                 log.error(
-                    "stage %r: its handler has been running for more than %.0f s:\n%s",
-                    thread.stage.name,
-                    self._settings.CONSUME.STUCK_AFTER,
-                    stack,
+                    "stage %r: %s for more than %.0f s:\n%s",
+                    *(thread.stage.name, what, after, stack),
                 )
 
     def _threads_of(self, stage: Stage, wanted: int) -> Iterator[StageThread]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
+from django.db import connection
 
+from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.consuming.limits import Throttle
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import Dead
@@ -15,7 +18,15 @@ from django_txmsg.runtime import liveness
 from django_txmsg.runtime.thread_group import ThreadGroup
 from tests.app.models import Effect
 from tests.faults import wait_until
-from tests.running import committing, declared, put, running, thread_of
+from tests.running import (
+    IMPATIENT,
+    committing,
+    declared,
+    put,
+    running,
+    thread_of,
+    txmsg,
+)
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -149,3 +160,45 @@ def test_a_stuck_handler_is_named_with_its_stack() -> None:
         assert "waits_for_ever" in stack
         assert thread.stuck(600.0) is None
         go_on.set()
+
+
+@pytest.mark.postgresql
+def test_a_thread_that_waits_before_its_handler_is_not_called_a_stuck_handler(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another session has locked the inbox. Afterwards the handler itself waits."""
+    other: Any = connection.copy()
+    go_on = threading.Event()
+
+    def waits_for_ever(message: Message) -> None:
+        go_on.wait(30)
+
+    def said(words: str) -> bool:
+        return any(
+            one.name == "django_txmsg.consumer" and words in one.getMessage()
+            for one in caplog.records
+        )
+
+    consume = {**IMPATIENT["CONSUME"], "HEARTBEAT": 0.1, "STUCK_AFTER": 0.2}
+    with txmsg(CONSUME=consume), declared(waits_for_ever) as stage:
+        consumer = Consumer([stage])
+        group = ThreadGroup(consumer.stop)
+        group.add("consumer", consumer.run)
+        group.start()
+        try:
+            wait_until(lambda: consumer.threads[0].dry)
+            with other.cursor() as elsewhere:
+                elsewhere.execute("BEGIN")
+                elsewhere.execute("LOCK TABLE django_txmsg_inboxmessage IN SHARE MODE")
+                put(stage.destination)
+                wait_until(lambda: said("no handler is running now"))
+                assert not said("its handler has been running")
+                caplog.clear()
+                elsewhere.execute("ROLLBACK")
+            wait_until(lambda: said("its handler has been running for more than"))
+            assert not said("no handler is running now")
+        finally:
+            other.close()
+            go_on.set()
+            consumer.stop()
+            group.join()
