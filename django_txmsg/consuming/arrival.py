@@ -60,6 +60,9 @@ class Postponed:
     code cannot read the message's body; the message's slot at a stage with a rate is
     not due; the message's queue did not accept the copy that was sent back."""
 
+    #: Whether this code can read it. If not, it cannot be the next one here.
+    readable: bool = True
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:

@@ -37,6 +37,10 @@ log = logging.getLogger("django_txmsg.inbox")
 
 Made = TypeVar("Made")
 
+#: Seconds until a stage that reads every type claims a message again whose handler has
+#: raised NewerCodeNeeded. The stage cannot tell whether its code is new enough.
+ASK_AGAIN = 10.0
+
 
 def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome | None:
     """Decide what follows a failed attempt, and make the decision durable.
@@ -120,7 +124,9 @@ def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     if arrival.parked is not None:
         arrival.record = arrival.parked.record
     if isinstance(error, NewerCodeNeeded):
-        return postpone(arrival, str(error), needs=(error.name, error.version))
+        delay = ASK_AGAIN if arrival.stage.reads is None else 0.0
+        needs = (error.name, error.version)
+        return postpone(arrival, str(error), needs=needs, delay=delay)
     failure = Failure.of(error)
     if error.reason == "invalid_body":
         # Grouped by the fault, not by the line of our code that found it.
@@ -231,7 +237,7 @@ def postpone(
             uncounted=int(arrival.counted or arrival.token is not None),
         )
         if parked:
-            return Postponed()
+            return Postponed(readable=needs is None)
         # A crash of the server may lose the record, whose commit does not wait for the
         # disk; a transaction pooler in between hides the crash.
         if record or inbox.recall(row.id, stage.name, row.message_id):

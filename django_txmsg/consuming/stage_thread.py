@@ -459,7 +459,7 @@ class StageThread:
 
     def _note(self, outcome: Outcome) -> None:
         self._throttle.note(outcome)
-        if isinstance(outcome, Postponed):
+        if isinstance(outcome, Postponed) and outcome.readable:
             self.parked_due.set()  # it may be the next one
         self._activity.note()
         self.handled += 1

@@ -12,8 +12,9 @@ from typing import Any
 import pydantic
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import transaction
+from django.db import connection, transaction
 from django.db.models import F
+from django.test.utils import CaptureQueriesContext
 
 from django_txmsg import (
     Destination,
@@ -313,6 +314,19 @@ def test_message_needing_newer_code_waits_without_attempts() -> None:
     assert got == [First("A-2", 1), ORDER]
     assert InboxMessage.objects.get(message_id=sent.id).attempts == 1
     assert DeadLetter.objects.count() == 0
+
+
+def test_messages_for_newer_code_make_no_thread_search_for_parked_ones() -> None:
+    """After a roll-back, an old worker parks a long queue of newer messages. It does
+    not search all of them for one that it can read, while it parks them."""
+    with declared(first, name="tests.place") as stage:
+        for _ in range(20):
+            send(stage.destination, ORDER)
+        with CaptureQueriesContext(connection) as queries:
+            step(stage, times=20, parked=False)
+    assert InboxMessage.objects.filter(needs_version=2).count() == 20
+    claims = [one for one in queries if "c.due_at <= " in one["sql"]]
+    assert not claims
 
 
 @pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
