@@ -157,6 +157,9 @@ AFTER_COMMIT_LEASE = 15.0
 #: Seconds after which a lane without rows looks for the heads of keys again.
 HEADS_INTERVAL = 1.0
 
+#: The same if that search is expensive: it reads all due rows that cannot be claimed.
+HEADS_LONGEST = 60.0
+
 
 class _Wanted(NamedTuple):
     """What limits the rows of one claim, unless it is None."""
@@ -390,8 +393,11 @@ class Lane:
         if not claimed and time.monotonic() >= self._heads_at:
             # Another transaction may have locked the first row of a key, and the rows
             # behind it may have filled the batch.
+            began = time.monotonic()
             claimed = claim(None, heads=True)
-            self._heads_at = 0.0 if claimed else time.monotonic() + HEADS_INTERVAL
+            ended = time.monotonic()
+            pause = min(HEADS_LONGEST, (ended - began) / Sweep.SHARE)
+            self._heads_at = 0.0 if claimed else ended + max(HEADS_INTERVAL, pause)
         return claimed
 
     def _send(

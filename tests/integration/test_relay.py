@@ -19,7 +19,7 @@ from django_txmsg.errors import BrokerUnavailable, DispatchRejected, DispatchUnk
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.models.outbox import OutboxManager
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.relaying import limits
+from django_txmsg.relaying import lane, limits
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.runtime import breaker
@@ -55,6 +55,31 @@ def test_all_leave_in_the_order_they_were_stored() -> None:
     assert queued() == [str(n).encode() for n in range(50)]
     assert not OutboxMessage.objects.filter(dispatched_at=None).exists()
     assert ship() == 0
+
+
+def test_a_slow_search_for_the_heads_of_keys_is_not_repeated_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An idle lane spends only a small share of its time on this search, which reads
+    all due rows that cannot be claimed."""
+    monkeypatch.setattr(lane, "HEADS_INTERVAL", 0.0)
+    searches: list[str] = []
+
+    def slow(execute: Any, sql: str, *rest: Any) -> Any:
+        if "(TRUE OR " in sql:
+            searches.append(sql)
+            threading.Event().wait(0.1)  # as a database with millions of them
+        return execute(sql, *rest)
+
+    idle = Lane("default", "default")
+    try:
+        with connection.execute_wrapper(slow):
+            assert idle.dispatch() == 0
+            assert len(searches) == 1
+            assert idle.dispatch() == 0
+            assert len(searches) == 1
+    finally:
+        idle.close()
 
 
 def test_a_delayed_message_waits() -> None:
