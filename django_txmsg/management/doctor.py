@@ -196,7 +196,7 @@ def _not_served() -> Iterator[Examined]:
     for alias in [*left_out(), *with_only_queues()]:
         with contextlib.suppress(AnyDatabaseError):  # without our tables, or away
             late = {one.service for one in in_outbox(alias, most=1) if one.overdue}
-            if conf.get().SERVICE in late and not is_read_only(alias):
+            if late.intersection(conf.get().services) and not is_read_only(alias):
                 yield Examined(
                     f"outbox in database {alias!r}",
                     BAD,

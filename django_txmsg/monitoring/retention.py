@@ -69,8 +69,8 @@ class Kind:
     rules."""
     clock: str | None = None
     by: str = "pk"
-    service: str | None = None
-    """Which service's rows are deleted, in a database that several share."""
+    services: tuple[str, ...] | None = None
+    """Whose rows are deleted, in a database that several services share."""
 
     @property
     def logged(self) -> bool:
@@ -85,8 +85,8 @@ class Kind:
             condition = Q(Holds(self.settled, cutoff=instant))
         else:
             condition = self.settled(cutoff)
-        if self.service is not None:
-            condition &= Q(service=self.service)
+        if self.services is not None:
+            condition &= Q(service__in=self.services)
         return self.model._default_manager.using(using).filter(condition)
 
 
@@ -120,9 +120,9 @@ def kinds_in(using: str, *, named: bool = False) -> list[Kind]:
     store them there with `using=`."""
     if using not in with_only_queues():
         return kinds()
-    own = conf.get().SERVICE
+    own = conf.get().services
     return [
-        replace(kind, service=own) if kind.model is OutboxMessage else kind
+        replace(kind, services=own) if kind.model is OutboxMessage else kind
         for kind in kinds()
         if kind.model is QueueMessage or (named and kind.model is OutboxMessage)
     ]

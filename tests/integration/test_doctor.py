@@ -166,8 +166,12 @@ def test_a_server_that_takes_no_writes_is_bad() -> None:
 
 
 @committing
-@pytest.mark.parametrize("queues", ["", "other"])
-def test_messages_in_a_database_that_no_relay_serves_are_bad(queues: str) -> None:
+@pytest.mark.parametrize(
+    ("queues", "service"), [("", "tests"), ("other", "tests"), ("", "before")]
+)
+def test_messages_in_a_database_that_no_relay_serves_are_bad(
+    queues: str, service: str
+) -> None:
     """The embedded broker may keep its queues in that database."""
 
     def stored(**columns: Any) -> tuple[int, list[dict[str, str]]]:
@@ -175,13 +179,15 @@ def test_messages_in_a_database_that_no_relay_serves_are_bad(queues: str) -> Non
         code, examined = doctor()
         return code, of(examined, "outbox in database 'other'")
 
-    with txmsg(BROKERS={"default": {"URL": f"database://{queues}"}}):
+    with txmsg(
+        BROKERS={"default": {"URL": f"database://{queues}"}}, FORMER_SERVICES=["before"]
+    ):
         # A relay with `--database other` may be about to dispatch the first; the second
         # is another service's.
-        assert stored(service="tests") == (0, [])
+        assert stored(service=service) == (0, [])
         hour = {"created_at": factories.ago(hours=1)}
         assert stored(service="another", **hour) == (0, [])
-        code, (bad,) = stored(service="tests", **hour)
+        code, (bad,) = stored(service=service, **hour)
 
     assert (code, bad["state"]) == (1, "bad")
     assert "relay --database other" in bad["cure"]

@@ -338,6 +338,20 @@ def test_another_database_is_pruned_by_name(transactional_db: None) -> None:
         prune("--database", "archive")
 
 
+@pytest.mark.django_db(databases=["default", "other"])
+def test_a_database_of_queues_is_pruned_of_this_services_messages_only() -> None:
+    """They are also those that it stored under a former name."""
+    long_ago = {"dispatched_at": ago(days=90), "created_at": ago(days=90)}
+    for service in ("tests", "before", "another"):
+        row = make.OutboxMessageFactory.build(service=service, **long_ago)
+        row.save(using="other")
+    brokers = {"default": {"URL": "database://other"}}
+    with txmsg(BROKERS=brokers, FORMER_SERVICES=["before"]):
+        prune("--database", "other")
+    rows = OutboxMessage.objects.using("other")
+    assert list(rows.values_list("service", flat=True)) == ["another"]
+
+
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 @pytest.mark.postgresql
 @pytest.mark.parametrize("heard", [False, True])
