@@ -333,10 +333,14 @@ def _unconsumed(status: Status) -> Iterator[Alarm]:
 
 
 def _not_judged(status: Status) -> Iterator[Alarm]:
+    # _abandoned() reports their messages.
+    gone = [one for one in status.subscriptions if one.abandoned]
+    without = {labelled(one.queue, one.database) for one in gone}
     since = {
         label: one.not_judged_since
         for label, one in status.queues.items()
         if one.not_judged_since and status.now - one.not_judged_since > DEPLOYED
+        if label not in without
     }
     if since:
         yield Alarm(
