@@ -493,6 +493,38 @@ def test_a_delayed_message_is_owed_to_who_listens_when_it_is_due(
     assert {row.over for row in kept(merged(of_each), listeners).collect()} == {over}
 
 
+def test_message_without_inbox_row_has_the_fate_of_its_dead_letter(spark) -> None:
+    topic = "topic:t"
+    messages = sent(
+        spark,
+        *[("a", name, "q", at(0), None, at(1)) for name in ("open", "gone", "edited")],
+        ("a", "expiring", "q", at(0), at(5), at(1)),
+        ("a", "shared", topic, at(0), None, at(1)),
+    )
+    # Its stage could not read these messages.
+    buried = letters(
+        spark,
+        ("b", "s", "open", "q", at(0), at(2), "open", None),
+        ("b", "s", "gone", "q", at(0), at(2), "discarded", at(3)),
+        ("b", "s", "edited", "q", at(0), at(2), "replaced", at(3)),
+        ("b", "s", "expiring", "q", at(0), at(2), "open", None),
+        ("b", "s", "foreign", "q", None, at(2), "open", None),
+        ("b", "s", "shared", topic, at(0), at(2), "open", None),
+    )
+    listeners = expected(spark, (topic, "b/s", at(-1)), (topic, "b/other", at(-1)))
+
+    verdicts = reconcile(
+        messages, received(spark), listeners, buried, horizon=HORIZON, late_after=LATE
+    )
+
+    rows = verdicts.select("message_id", "consumer", "verdict").collect()
+    assert sorted(map(tuple, rows)) == [
+        ("edited", None, "replaced"), ("expiring", None, "dead"),
+        ("gone", None, "discarded"), ("open", None, "dead"),
+        ("shared", "b/other", "never_received"), ("shared", "b/s", "dead"),
+    ]  # fmt: skip
+
+
 def test_a_letter_goes_with_its_message_wherever_that_is_expected(spark) -> None:
     """Two delayed messages died at the relay when they were due, and are discarded. A
     listener of one of them had been added while it waited. Nobody listened to the

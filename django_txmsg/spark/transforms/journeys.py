@@ -1,7 +1,7 @@
 """Journeys of messages. A journey combines everything that the logs have about one
 message and one consumer.
 
-A step is one row of an outbox or an inbox, or a resolved dead letter. Steps are merged
+A step is one row of an outbox or an inbox, or a dead letter. Steps are merged
 into journeys. Both have the same columns, and the order of merging does not matter.
 """
 
@@ -162,19 +162,20 @@ def arrivals(received: DataFrame) -> DataFrame:
 
 
 def resolutions(letters: DataFrame) -> DataFrame:
-    """Return JOURNEY rows for the dead letters that operators have resolved: one step
-    for each dead letter, and one for each copy that was sent instead. A copy for a
-    stage is parked directly in the inbox, so no outbox contains it. A dead letter
-    without a stage belongs to a message that could not be sent."""
-    letters = letters.where("resolved_at IS NOT NULL")
-    at_stage = is_topic(sf.col("destination")) & (sf.col("stage") != "")
+    """Return JOURNEY rows: one step for each dead letter, and one for each copy that an
+    operator has sent instead. A copy for a stage is parked directly in the inbox, so no
+    outbox contains it. A dead letter without a stage belongs to a message that could
+    not be sent."""
+    stage, topic = sf.col("stage") != "", is_topic(sf.col("destination"))
     consumer = sf.concat_ws("/", "service", "stage")
-    pair = sf.when(at_stage, consumer).otherwise("")
+    pair = sf.when(topic & stage, consumer).otherwise("")
     copied = sf.col("resolved_at")
     return _step(
         letters,
         pair=pair,
         begun_at=sf.coalesce("message_created_at", "created_at"),
+        # A message that its stage could not read has no inbox row.
+        buried_at=sf.when(stage, sf.col("created_at")),
         **{
             name: sf.when(sf.col("resolution") == kind, sf.col("resolved_at"))
             for kind, name in RESOLUTIONS.items()
