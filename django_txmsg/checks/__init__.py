@@ -13,7 +13,7 @@ from django.core.checks import CheckMessage, Error, Tags, register
 
 from .. import conf
 from . import settings, stages
-from .databases import check_notifications, check_pools, check_runs
+from .databases import check_notifications, check_pools, check_routers, check_runs
 
 TAG = "txmsg"
 
@@ -31,6 +31,7 @@ def check(**_: object) -> list[CheckMessage]:
             stages.check,
             stages.check_contract,
             stages.check_schedule,
+            check_routers,
             check_pools,
             settings.check_celery,
         ):

@@ -1,6 +1,6 @@
-"""Checks of databases. They find pools that are too small for the threads of one
-process, poolers that do not forward notifications, and open runs of flows that this
-code cannot continue."""
+"""Checks of databases. They find databases that the routers keep the tables out of,
+pools that are too small for the threads of one process, poolers that do not forward
+notifications, and open runs of flows that this code cannot continue."""
 
 from __future__ import annotations
 
@@ -17,15 +17,59 @@ from ..django_internals import in_block, settings_of
 from ..envelope.typed_body import TypeHeader
 from ..flows.deadlines import Deadlines
 from ..flows.declaration import Declaration, Step, declarations
-from ..models import DeadLetter, Run, Worker
+from ..models import DeadLetter, OutboxMessage, Run, Worker
 from ..models.run import WaitsFor
 from ..monitoring import databases
 from ..relaying.listener import alias_of, receives_notifications
 from ..scheduling.time_loop import TimeLoop
 from ..scheduling.timekeeper import Timekeeper
+from .settings import has_middleware
 
 #: The size of a psycopg pool without options, or without a maximum.
 DEFAULT_SIZE = 4
+#: Parts of the project that one report names.
+NAMED = 5
+
+
+def check_routers() -> Iterator[CheckMessage]:
+    """Report databases that store messages although the routers keep the tables out of
+    them. No relay serves such a database."""
+    outbox = router.db_for_write(OutboxMessage)
+    parts: dict[str, list[str]] = {outbox: ["the outbox"]}
+    for alias, part in _parts():
+        parts.setdefault(alias, []).append(part)
+    for alias, users in parts.items():
+        if alias not in connections:
+            continue  # another check reports it
+        if not router.allow_migrate_model(alias, OutboxMessage):
+            yield Error(
+                f"The database {alias!r} is used by {_few(users)}, but your routers "
+                f"forbid the tables of django_txmsg there.",
+                hint="Name another database with using= of the stage or flow, with "
+                'TXMSG["TRANSACTION_DEFINITION"], or with TXMSG["HTTP"]["USING"]; or '
+                f"let allow_migrate() permit the tables in {alias!r}, and migrate.",
+                id="txmsg.E017",
+            )
+
+
+def _parts() -> Iterator[tuple[str, str]]:
+    """Yield the database of each flow, of each other stage and, if the middleware is
+    installed, of requests, with a text that names the part."""
+    if has_middleware():
+        yield conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]'
+    of_flows = set()
+    for flow in declarations():
+        of_flows |= {flow.name, flow.steps_name}
+        yield flow.using, f"flow {flow.name!r}"
+    for stage in stages.all_stages():
+        using = databases.of_stage(stage)
+        if using is not None and stage.name not in of_flows:
+            yield using, f"stage {stage.name!r}"
+
+
+def _few(parts: Sequence[str]) -> str:
+    more = f" and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
+    return f"{', '.join(parts[:NAMED])}{more}"
 
 
 def check_pools() -> Iterator[CheckMessage]:

@@ -203,13 +203,18 @@ def _middleware() -> Iterator[CheckMessage]:
     """Warn of settings that have no effect because the middleware is not installed."""
     http = conf.get().HTTP
     needs = [name for name in ("IDEMPOTENCY", "ROLLBACK_ON_4XX") if getattr(http, name)]
-    if needs and not any(map(_is_ours, django_settings.MIDDLEWARE)):
+    if needs and not has_middleware():
         yield Warning(
             f'TXMSG["HTTP"] has {" and ".join(needs)}, which does nothing: the '
             f"middleware is not in MIDDLEWARE.",
             hint=f"Add {MIDDLEWARE!r} to MIDDLEWARE, as the last one.",
             id="txmsg.W011",
         )
+
+
+def has_middleware() -> bool:
+    """Return whether OutboxMiddleware, or a subclass of it, is in MIDDLEWARE."""
+    return any(map(_is_ours, django_settings.MIDDLEWARE))
 
 
 def _is_ours(path: str) -> bool:

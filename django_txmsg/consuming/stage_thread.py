@@ -189,7 +189,8 @@ class StageThread:
         self.room = room or (Room(self.stage) if self.stage.ordered else None)
         self._settings = conf.get()
         summary = (
-            f"stage {self.stage.name!r}: nothing could be decided about a message, "
+            f"stage {self.stage.name!r}, database {self.using!r}: nothing could be "
+            "decided about a message, "
         )
         self._undecided = database_health.Retry(self.using, f"{summary}which is kept")
         self._looking = database_health.Retry(

@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +233,50 @@ def test_the_embedded_broker_of_a_project_without_a_default_database_is_an_error
 
     assert found.id == "txmsg.E003"
     assert "'other' is unknown" in found.msg
+
+
+class Router:
+    """Stores the package's rows in "other"."""
+
+    def db_for_write(self, model: Any, **hints: Any) -> str | None:
+        return "other" if model._meta.app_label == "django_txmsg" else None
+
+
+class OnlyThere(Router):
+    """Also keeps the package's tables out of all other databases."""
+
+    def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
+        return db == "other" if app_label == "django_txmsg" else None
+
+
+def routed(by: type[Router], **settings: Any) -> override_settings:
+    return override_settings(
+        DATABASE_ROUTERS=[by()], TXMSG={"SERVICE": "tests", **settings}
+    )
+
+
+def test_databases_without_our_tables_name_the_parts_that_use_them() -> None:
+    with ExitStack() as entered:
+        for number in range(7):
+            entered.enter_context(stage(name=f"tests.many{number}"))
+        entered.enter_context(stage(using="other"))
+        entered.enter_context(routed(OnlyThere))
+        found = [one for one in check() if one.id == "txmsg.E017"]
+
+    (of_default,) = found
+    assert "The database 'default' is used by" in of_default.msg
+    assert "stage 'tests.many" in of_default.msg
+    assert of_default.msg.count("stage ") + of_default.msg.count("flow ") == 5
+    assert " more, but your routers forbid" in of_default.msg
+
+
+@pytest.mark.parametrize("name", ["django_txmsg.middleware.OutboxMiddleware", None])
+def test_requests_need_our_tables_only_with_the_middleware(name: str | None) -> None:
+    installed = override_settings(MIDDLEWARE=[name] if name else [])
+    with routed(OnlyThere), installed:
+        found = [one for one in check() if 'TXMSG["HTTP"]["USING"]' in one.msg]
+
+    assert [one.id for one in found] == (["txmsg.E017"] if name else [])
 
 
 def test_an_sqlite_without_returning_is_an_error(
