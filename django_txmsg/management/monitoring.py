@@ -134,11 +134,15 @@ class Alive(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         if not options["within"] >= 0:
             raise CommandError("--within must be 0 or more.")
+        try:
+            folder = process_states.directory()
+        except OSError as error:
+            raise CommandError(f"No worker has a file here: {error}.") from error
         states = process_states.running()
         if not states:
             raise CommandError(
                 f"No worker of service {conf.get().SERVICE!r} runs here: none has a "
-                f"file in {process_states.directory()}."
+                f"file in {folder}."
             )
         for pid, state in sorted(states.items()):
             if state.silent > options["within"]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.core.management import load_command_class
+from django.core.management import call_command, load_command_class
+from django.core.management.base import CommandError
 from django.test import override_settings
 
 from django_txmsg.monitoring import process_states
@@ -37,6 +38,22 @@ def test_alive_is_answered_although_a_system_check_fails(
         # As from the command line: call_command() would skip the checks.
         command.run_from_argv(["manage.py", "txmsg", "alive", "--ready"])
     assert capsys.readouterr().out == f"Alive: {os.getpid()}.\n"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_without_a_temporary_directory_a_worker_runs_and_alive_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    nowhere = ["/nowhere"]
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: nowhere)
+
+    call_command("relay", once=True, verbosity=0)
+
+    assert "No usable temporary directory found in ['/nowhere']" in caplog.text
+    assert "Set TMPDIR" in caplog.text
+    with pytest.raises(CommandError, match="No usable temporary directory"):
+        call_command("txmsg", "alive")
 
 
 def test_a_short_state_is_read_after_a_long_one() -> None:

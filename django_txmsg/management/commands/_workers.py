@@ -298,9 +298,8 @@ def _state_written(*, needed: bool) -> Iterator[None]:
             stack.enter_context(process_states.written())
         except OSError as error:
             refusal = (
-                f"The process's state cannot be written to "
-                f"{process_states.directory()}: {error}. Set TMPDIR to a directory "
-                f"that can be written to."
+                f"The process's state cannot be written: {error}. Set TMPDIR to a "
+                f"directory that can be written to."
             )
             if needed:
                 raise CommandError(refusal) from error
