@@ -1,15 +1,17 @@
 """Checks of databases. They find databases that the routers keep the tables out of,
-pools that are too small for the threads of one process, poolers that do not forward
-notifications, and open runs of flows that this code cannot continue."""
+parts that run in "default" although the routers name another database, pools that are
+too small for the threads of one process, poolers that do not forward notifications, and
+open runs of flows that this code cannot continue."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Warning
+from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.db import Error as AnyDatabaseError
-from django.db import connections, router, transaction
 from django.db.models import Count
 
 from .. import brokers, conf, stages
@@ -33,11 +35,14 @@ NAMED = 5
 
 def check_routers() -> Iterator[CheckMessage]:
     """Report databases that store messages although the routers keep the tables out of
-    them. No relay serves such a database."""
+    them. No relay serves such a database. Warn of parts that run in "default" although
+    the routers store messages elsewhere: what they write there stays if they fail."""
     outbox = router.db_for_write(OutboxMessage)
-    parts: dict[str, list[str]] = {outbox: ["the outbox"]}
-    for alias, part in _parts():
+    parts, implied = {outbox: ["the outbox"]}, []
+    for alias, part, chosen in _parts():
         parts.setdefault(alias, []).append(part)
+        if alias == DEFAULT_DB_ALIAS != outbox and not chosen:
+            implied.append(part)
     for alias, users in parts.items():
         if alias not in connections:
             continue  # another check reports it
@@ -50,21 +55,33 @@ def check_routers() -> Iterator[CheckMessage]:
                 f"let allow_migrate() permit the tables in {alias!r}, and migrate.",
                 id="txmsg.E017",
             )
+        elif alias == DEFAULT_DB_ALIAS and implied:
+            yield Warning(
+                f"Your routers store messages in database {outbox!r}, but the "
+                f"transaction of {_few(implied)} is in {alias!r}, whatever the routers "
+                f"say: rows that are written to {outbox!r} stay if it is rolled back.",
+                hint=f"Set using={outbox!r} of the stage or flow, "
+                'TXMSG["TRANSACTION_DEFINITION"], or TXMSG["HTTP"]["USING"] = '
+                f'"{outbox}". If you mean {alias!r}, set that.',
+                id="txmsg.W015",
+            )
 
 
-def _parts() -> Iterator[tuple[str, str]]:
+def _parts() -> Iterator[tuple[str, str, bool]]:
     """Yield the database of each flow, of each other stage and, if the middleware is
-    installed, of requests, with a text that names the part."""
+    installed, of requests. Each has a text that names the part, and whether the project
+    is known to have chosen this database."""
     if has_middleware():
-        yield conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]'
+        http = getattr(django_settings, "TXMSG", {}).get("HTTP", {})
+        yield conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]', "USING" in http
     of_flows = set()
     for flow in declarations():
         of_flows |= {flow.name, flow.steps_name}
-        yield flow.using, f"flow {flow.name!r}"
+        yield flow.using, f"flow {flow.name!r}", False
     for stage in stages.all_stages():
         using = databases.of_stage(stage)
         if using is not None and stage.name not in of_flows:
-            yield using, f"stage {stage.name!r}"
+            yield using, f"stage {stage.name!r}", stage.using is not None
 
 
 def _few(parts: Sequence[str]) -> str:

@@ -279,6 +279,29 @@ def test_requests_need_our_tables_only_with_the_middleware(name: str | None) -> 
     assert [one.id for one in found] == (["txmsg.E017"] if name else [])
 
 
+def test_parts_in_default_beside_the_routers_database_are_a_warning() -> None:
+    middleware = ["django_txmsg.middleware.OutboxMiddleware"]
+    with (
+        override_settings(MIDDLEWARE=middleware),
+        at_hand(Trip),
+        stage(name="tests.implied"),
+        stage(name="tests.chosen", using="default"),
+        stage(name="tests.there", using="other"),
+    ):
+        with routed(Router):
+            (found,) = [one for one in check() if one.id == "txmsg.W015"]
+        with routed(Router, HTTP={"USING": "default"}):
+            (later,) = [one for one in check() if one.id == "txmsg.W015"]
+
+    assert 'TXMSG["HTTP"]["USING"]' in found.msg
+    assert 'TXMSG["HTTP"]["USING"]' not in later.msg
+    for one in (found, later):
+        assert "stage 'tests.implied'" in one.msg or " more is in" in one.msg
+        assert "flow " in one.msg
+        assert "tests.chosen" not in one.msg
+        assert "tests.there" not in one.msg
+
+
 def test_an_sqlite_without_returning_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
