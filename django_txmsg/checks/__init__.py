@@ -26,6 +26,8 @@ def check(**_: object) -> list[CheckMessage]:
         # Settings that cannot be read permit no further checks.
         return found
     found += settings.check_values()
+    # Also after errors: a broker's URL may be wrong only because of its database.
+    found += stages.check_databases()
     if not any(isinstance(one, Error) for one in found):
         for look in (
             stages.check,

@@ -40,7 +40,7 @@ _READ = 1024 * 1024
 
 
 def check() -> list[CheckMessage]:
-    """Return the faults of stages, databases and retention."""
+    """Return the faults of stages and retention."""
     found: list[CheckMessage] = []
     for stage in stages.all_stages():
         for look in (
@@ -55,7 +55,7 @@ def check() -> list[CheckMessage]:
             _undo,
         ):
             found += look(stage)
-    return [*found, *_misnamed(), *_databases(), *_retention()]
+    return [*found, *_misnamed(), *_retention()]
 
 
 def _misnamed() -> Iterator[CheckMessage]:
@@ -274,7 +274,7 @@ def _undo(stage: Stage) -> Iterator[CheckMessage]:
         )
 
 
-def _databases() -> Iterator[CheckMessage]:
+def check_databases() -> Iterator[CheckMessage]:
     """Check that each database that stores messages is configured and supported."""
     for alias, who in databases.in_use().items():
         if alias not in connections:

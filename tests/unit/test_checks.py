@@ -302,6 +302,17 @@ def test_parts_in_default_beside_the_routers_database_are_a_warning() -> None:
         assert "tests.there" not in one.msg
 
 
+def test_the_outbox_in_a_database_of_another_vendor_is_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections["default"], "vendor", "mysql")
+    with txmsg():
+        found = check()
+
+    assert [one.id for one in found] == ["txmsg.E003", "txmsg.E007"]
+    assert "the outbox uses the database 'default', which is mysql" in found[1].msg
+
+
 def test_an_sqlite_without_returning_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
