@@ -246,12 +246,13 @@ def _enlist(
 
 
 def require_transaction(alias: str, destination: str) -> None:
-    """Raise TransactionRequired unless a transaction is open on `alias`."""
+    """Raise TransactionRequired unless an atomic block is open on `alias`."""
     if in_block(connections[alias]) or not conf.get().REQUIRE_ATOMIC:
         return
     raise TransactionRequired(
         f"send_message() to {destination!r} needs an open transaction on database "
-        f"{alias!r}, so that the message leaves only with your data. Wrap the call and "
+        f"{alias!r} (an atomic() block, also with autocommit off), so that the message "
+        f"leaves only with your data. Wrap the call and "
         f"your own queries in transaction.atomic(using={alias!r}), use "
         f"outbox_session(), or add django_txmsg.middleware.OutboxMiddleware to "
         f"MIDDLEWARE, which does so for each request. In an async view or a streaming "

@@ -30,6 +30,16 @@ def test_outside_a_transaction_is_an_error_that_says_what_to_do() -> None:
     assert not OutboxMessage.objects.exists()
 
 
+def test_a_transaction_with_autocommit_off_needs_an_atomic_block_too() -> None:
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(TransactionRequired, match="also with autocommit off"):
+            send_message("orders", 1)
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+
+
 def test_the_message_commits_or_rolls_back_with_the_data() -> None:
     with transaction.atomic():
         Order.objects.create(number="1")
