@@ -14,6 +14,7 @@ import math
 import queue
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from django.db import connections
@@ -142,17 +143,19 @@ class Dispatcher:
             self._retry.run(lambda: self._dispatch_all(lane, ids, tries))
         except BrokerUnavailable as error:
             lane.close()
-            if isinstance(error.__cause__, RuntimeError):
-                # From Python 3.12 on, an exiting process can start no threads.
-                log.info("%d rows are left to the relay: %s", len(ids), error)
-            else:
-                self._breaker.failed(error)
+            with suppress(Exception):  # see below
+                if isinstance(error.__cause__, RuntimeError):
+                    # From Python 3.12 on, an exiting process can start no threads.
+                    log.info("%d rows are left to the relay: %s", len(ids), error)
+                else:
+                    self._breaker.failed(error)
         except BaseException:
             # The rows are safe in the outbox; this thread must go on, whatever a broker
-            # of the project's own raises: nothing starts it again.
-            log.exception("dispatch after commit failed; the relay will do it")
+            # or a log of the project's own raises: nothing starts it again.
             lane.close()
             connections[self.using].close()
+            with suppress(Exception):
+                log.exception("dispatch after commit failed; the relay will do it")
 
     def _dispatch_all(self, lane: Lane, ids: list[int], tries: int) -> None:
         left = len(ids)

@@ -4,6 +4,7 @@ others."""
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from django.db.models.functions import Now
 from django_txmsg import signals
 from django_txmsg.brokers.amqp import session
 from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher
@@ -171,6 +173,37 @@ def test_exception_of_a_broker_does_not_end_the_thread(
             wait_until(lambda: "the relay will do it" in caplog.text)
         send()
         wait_until(lambda: pending() == 1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, BrokerUnavailable])
+def test_a_log_that_raises_does_not_end_the_thread(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Event()
+
+    class Refuses(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            tried.set()
+            raise OSError("the disk is full")
+
+    def fail(*arguments: Any, **_: Any) -> Any:
+        raise error("no broker")
+
+    handler = Refuses()
+    logger = logging.getLogger("django_txmsg")
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        logger.addHandler(handler)
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(DatabaseSession, "send", fail)
+                send()
+                assert tried.wait(30)
+        finally:
+            logger.removeHandler(handler)
+        (thread,) = dispatcher._dispatcher.all()
+        wait_until(lambda: not thread._breaker.remaining)
+        send()
+        wait_until(lambda: pending() <= 1)
 
 
 def test_dispatch_off_leaves_messages_to_the_relay() -> None:
