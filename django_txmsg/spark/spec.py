@@ -223,6 +223,9 @@ class JobSpec:
     stuck_after: float | None = None
     task_brokers: tuple[tuple[str, str], ...] = ()
     """Services, and aliases of their brokers that are Celery's."""
+    queues: tuple[SourceSpec, ...] = ()
+    """Further databases in which embedded brokers keep their queues. Only `erase` reads
+    them, because their other tables may belong to other services."""
 
     def service(self) -> SourceSpec:
         """Return the first service. Raises UsageError if there is none."""
@@ -249,14 +252,15 @@ class JobSpec:
         return dataclasses.replace(
             self,
             services=tuple(one.public() for one in self.services),
+            queues=tuple(one.public() for one in self.queues),
             lake=None if self.lake is None else self.lake.public(),
         )
 
     def to_json(self) -> str:
         """Return this specification as JSON, without secrets."""
         plain = dataclasses.asdict(self.public())
-        for service in plain["services"]:
-            del service["password"]
+        for source in (*plain["services"], *plain["queues"]):
+            del source["password"]
         return json.dumps(plain, indent=2)
 
     @classmethod
@@ -267,6 +271,7 @@ class JobSpec:
             lake = given.pop("lake", None)
             return cls(
                 services=tuple(SourceSpec(**one) for one in given.pop("services", ())),
+                queues=tuple(SourceSpec(**one) for one in given.pop("queues", ())),
                 lake=LakeSpec(**lake) if lake else None,
                 subscriptions=tuple(
                     Subscription(**one) for one in given.pop("subscriptions", ())

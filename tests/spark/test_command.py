@@ -166,6 +166,22 @@ def test_brokers_of_celery_are_named_to_reconcile() -> None:
     assert JobSpec.from_json(spec.to_json()).task_brokers == (("shop", "tasks"),)
 
 
+def test_broker_s_own_database_is_named_to_erase() -> None:
+    """All databases of the service are searched anyway."""
+    brokers = {
+        "default": {"URL": "database://"},
+        "far": {"URL": "database://other"},
+    }
+    txmsg = {"SERVICE": "shop", "BROKERS": brokers}
+    with override_settings(TXMSG=txmsg):
+        alone = JobSpec.from_json(job_spec("default").to_json())
+    with override_settings(TXMSG=txmsg | {"PIPELINE": {"DATABASES": ["other"]}}):
+        both = job_spec("default")
+
+    assert [one.url for one in alone.queues] == [source_spec("other", "shop").url]
+    assert both.queues == ()
+
+
 def test_former_names_of_the_service_are_names_in_its_lake() -> None:
     renamed = {"SERVICE": "delivery", "FORMER_SERVICES": ("shipping",)}
     with override_settings(TXMSG={**renamed, "LAKE": "s3://b/l"}):

@@ -349,6 +349,37 @@ def test_messages_are_erased_by_id_and_by_correlation(
     assert log.count("django_txmsg_inboxmessage") == 0
 
 
+def test_queues_in_the_broker_s_own_database_are_erased(
+    spark: Any, make_log, lake: LakeSpec
+) -> None:
+    log, broker = make_log("sqlite"), make_log("sqlite", "broker")
+    named, keyed, other = (uuid.uuid4() for _ in range(3))
+    log.send([{"message_id": named}])
+    headers = [
+        {wire.MESSAGE_ID: str(named)},
+        {wire.MESSAGE_ID: str(keyed), wire.KEY: PERSON},
+        {wire.MESSAGE_ID: str(other)},
+    ]
+    broker.insert(
+        "django_txmsg_queuemessage",
+        [{"queue": "d", "headers": one, "deliveries": 0, "body": SECRET.encode(),
+          "enqueued_at": LONG_AGO, "available_at": LONG_AGO} for one in headers],
+    )  # fmt: skip
+    # These tables belong to another service.
+    broker.send([{"message_id": other, "key": PERSON}])
+    spec = JobSpec((log.spec,), lake, queues=(broker.spec,))
+    words = ("erase", "--message-id", str(named), "--key", PERSON)
+
+    told = run(spec, *words, "--dry-run")
+    done = run(spec, *words)
+
+    assert told["counts"] == done["counts"]
+    assert done["messages"] == 2
+    assert done["database"]["django_txmsg_queuemessage"] == 2
+    assert broker.count("django_txmsg_queuemessage") == 1
+    assert broker.count() == 1
+
+
 def test_a_lake_as_it_was_archived_is_verified(
     spark: Any, log: Log, lake: LakeSpec
 ) -> None:

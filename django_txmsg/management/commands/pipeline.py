@@ -26,6 +26,7 @@ import django_txmsg
 from ... import conf, stages
 from ...django_internals import settings_of
 from ...models import OutboxMessage
+from ...monitoring.databases import brokers_by_database
 from ...spark import cli
 from ...spark.errors import PipelineError
 from ...spark.spec import (
@@ -88,7 +89,7 @@ class Command(BaseCommand):
         words = [hidden(word) for word in words if word != "--print-submit"]
         spec = spec.public()
         lines = ["cat > job.json <<'SPECIFICATION'", spec.to_json(), "SPECIFICATION"]
-        for source in spec.services:
+        for source in (*spec.services, *spec.queues):
             for name in (source.password_env, source.reader_password_env):
                 if name:
                     lines.append(f': "${{{name}:?holds the password}}"')
@@ -165,6 +166,11 @@ def job_spec(alias: str) -> JobSpec:
             (txmsg.SERVICE, alias)
             for alias, one in txmsg.BROKERS.items()
             if str(one["URL"]).startswith("celery:")
+        ),
+        queues=tuple(
+            source_spec(one, txmsg.SERVICE)
+            for one in brokers_by_database()
+            if one not in (alias, *pipeline.DATABASES)
         ),
     )
 

@@ -67,11 +67,16 @@ _SLICE = 500
 
 
 def messages_named(
-    connection: Connection, keys: Sequence[str], correlation_ids: Sequence[str]
+    connection: Connection,
+    keys: Sequence[str],
+    correlation_ids: Sequence[str],
+    *,
+    only_queued: bool = False,
 ) -> set[str]:
     """Return the ids of a database's messages that have one of these keys or
     correlation ids. For a run of a flow with such a key or correlation id, the result
-    contains the id of the message that started the run.
+    contains the id of the message that started the run. With `only_queued`, only the
+    queues of the embedded broker are searched.
 
     A message in the queues of the embedded broker may have no outbox row here: it may
     belong to another service, or its row may have been pruned.
@@ -90,6 +95,8 @@ def messages_named(
             (_RUN, "run_id", column),
             (_QUEUE, _header(connection, wire.MESSAGE_ID), header),
         ):
+            if only_queued and relation != _QUEUE:
+                continue
             for (text,) in connection.rows(
                 f"SELECT {of} FROM {relation} WHERE {where} = %s", value
             ):
@@ -113,6 +120,15 @@ def erase_rows(
             if relation == _INBOX and not dry_run:
                 _let_go(connection, where)
     return counts
+
+
+def erase_queued(connection: Connection, ids: Sequence[str], *, dry_run: bool) -> int:
+    """Delete these messages from the queues of the embedded broker, or count them in a
+    dry run."""
+    return sum(
+        _changed(connection, dry_run, _QUEUE, _where(connection, _QUEUE, part))
+        for part in _slices(ids)
+    )
 
 
 def erase_tails(connection: Connection, keys: Sequence[str], *, dry_run: bool) -> int:
@@ -390,9 +406,10 @@ def _rewrite(
 
 
 def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Erase messages from the databases of all specified services, and from their parts
-    of the lake. Return a summary with the numbers of rows. Raises EnvironmentFault
-    while an archive, a `reconcile` or a replay is running."""
+    """Erase messages from the databases of all specified services, from the queues of
+    embedded brokers, and from the services' parts of the lake. Return a summary with
+    the numbers of rows. Raises EnvironmentFault while an archive, a `reconcile` or a
+    replay is running."""
     _insist_on_a_selection(given)
     with job_session(given) as spark, ExitStack() as stack:
         remove_left_copies()
@@ -413,11 +430,18 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
             # No replay may store a message again that it has read before.
             stack.enter_context(erasure(connection, source))
             databases.append(connection)
+        brokers = [
+            stack.enter_context(closing(connect_plain(one))) for one in spec.queues
+        ]
         services = [one.service for one in spec.services]
         chosen = {str(one) for one in given.message_id}
         if given.key or given.correlation_id:
             for connection in databases:
                 chosen |= messages_named(connection, given.key, given.correlation_id)
+            for connection in brokers:
+                chosen |= messages_named(
+                    connection, given.key, given.correlation_id, only_queued=True
+                )
             chosen |= _named_in(lake, spark, services, given) if lake else set()
         ids = sorted(stack.enter_context(erasing(spec.services, run, chosen)))
         done = Erased(len(ids))
@@ -426,6 +450,10 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
         for connection in databases:
             done.database[RESPONSES] += erase_responses(
                 connection, sorted(sessions), dry_run=given.dry_run
+            )
+        for connection in brokers:
+            done.database[_QUEUE] += erase_queued(
+                connection, ids, dry_run=given.dry_run
             )
         for name in RELATIONS:
             for service, connection in zip(services, databases, strict=True):
