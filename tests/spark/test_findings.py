@@ -70,6 +70,8 @@ def test_acknowledging_needs_findings_and_a_reason_and_is_recorded(make_log) -> 
 
     with pytest.raises(UsageError, match="Which findings"):
         run(spec, "findings", "--acknowledge", "so it is")
+    with pytest.raises(UsageError, match="'lost' is not a finding; there are never_r"):
+        run(spec, "findings", "--verdict", "lost")
     with pytest.raises(UsageError, match="Say why"):
         run(spec, "findings", "--all", "--acknowledge", " ")
     told = outcome(spec, "findings", "--all", "--acknowledge", "why", "--dry-run")

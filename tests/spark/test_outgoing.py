@@ -535,6 +535,23 @@ def test_what_a_reconciliation_has_found_is_replayed(
             run(spec, "replay", *words)
 
 
+@pytest.mark.parametrize(
+    "words", [[], ["--verdict", "lost"], ["--from", "dead_letters", "--as", "copy"]]
+)
+def test_wrong_options_of_a_replay_start_no_spark(make_log, words: list[str]) -> None:
+    log: Log = make_log("sqlite")
+    where = ["--where", "true"] if "--as" in words else []
+    service = f"{log.spec.service}={log.spec.url}"
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "django_txmsg.spark", "replay", *where, *words,
+         "--service", service],
+        cwd=ROOT, env=os.environ | {"JAVA_HOME": "/nowhere"}, check=False,
+    )  # fmt: skip
+
+    assert ended.returncode == UsageError.exit_code
+
+
 def request_replay(log: Log, *ids: uuid.UUID, age: timedelta = timedelta()) -> str:
     """Store a request for a replay, like the admin."""
     now, request = datetime.now(timezone.utc) - age, uuid.uuid4()

@@ -22,7 +22,14 @@ from ..report import duration
 from ..results import result_struct
 from ..runs import RUN, Run, run_by
 from ..spec import JobSpec
-from ..transforms.reconcile import CHANGE, KNOWN, SUMMARY, is_finding, standing
+from ..transforms.reconcile import (
+    CHANGE,
+    FINDINGS,
+    KNOWN,
+    SUMMARY,
+    is_finding,
+    standing,
+)
 from .outcome import Outcome
 from .reading import WholeLog
 
@@ -56,6 +63,14 @@ def known_findings(log: WholeLog, standing: DataFrame) -> DataFrame:
     rows = [[one[name] for name in names] for one in noted]
     kept = standing.withColumn("acknowledged_at", sf.lit(None).cast("timestamp"))
     return kept.select(*names).unionByName(log.spark.createDataFrame(rows, KNOWN))
+
+
+def insist_on_a_finding(verdict: str) -> None:
+    """Raise UsageError if a verdict is given that is not a finding."""
+    if verdict and verdict not in FINDINGS:
+        raise UsageError(
+            f"{verdict!r} is not a finding; there are {', '.join(FINDINGS)}."
+        )
 
 
 def judged_by(log: WholeLog, run: str = "") -> str:
@@ -99,7 +114,8 @@ SHOWN = 50
 
 def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """List findings, acknowledge them, or reopen them. Raises UsageError if findings
-    are to be changed, but no option says which."""
+    are to be changed, but no option says which, and if the verdict is unknown."""
+    insist_on_a_finding(given.verdict)
     noted = Noted(spec.service())
     which = Which(given.verdict, given.destination, tuple(given.message_id))
     changes = given.reopen or given.acknowledge is not None

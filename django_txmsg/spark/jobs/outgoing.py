@@ -35,8 +35,7 @@ from ..spec import JobSpec, SourceSpec, recordable
 from ..staging import Brought, Staging, ask_to_redeliver, attempt_key
 from ..transforms import whole_log, with_cancelled
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
-from ..transforms.reconcile import FINDINGS
-from .findings import found_in, judged_by
+from .findings import found_in, insist_on_a_finding, judged_by
 from .outcome import Outcome, job_session, options_of
 from .reading import WholeLog
 from .verify import Verified, read_back
@@ -78,19 +77,8 @@ def run_replay(
     The default name is a digest of the options. So repeating a replay with the same
     options stores nothing.
     """
-    if not (options.where or options.verdict or options.request):
-        raise UsageError("Which messages? Give --where, --verdict or --request.")
-    if options.verdict and options.verdict not in FINDINGS:
-        raise UsageError(
-            f"{options.verdict!r} is not a finding; there are {', '.join(FINDINGS)}."
-        )
     source = spec.service()
     table = DEAD_LETTERS if options.table == "dead_letters" else OUTBOX
-    if table is DEAD_LETTERS and options.mode == "copy":
-        raise UsageError(
-            "A dead letter is redelivered under its own id: --as copy is for the "
-            "outbox. The admin can send an edited copy."
-        )
     alone = dataclasses.replace(spec, services=(source,))
     with (
         closing(connect_plain(source)) as connection,
@@ -132,6 +120,19 @@ def run_replay(
                 f"are stored as {name}."
             )
         return stored
+
+
+def _insist_on_a_selection(options: ReplayOptions) -> None:
+    """Raise UsageError if no messages are selected, or if the options contradict each
+    other. Needs no Spark, which takes seconds to start."""
+    if not (options.where or options.verdict or options.request):
+        raise UsageError("Which messages? Give --where, --verdict or --request.")
+    insist_on_a_finding(options.verdict)
+    if options.table == "dead_letters" and options.mode == "copy":
+        raise UsageError(
+            "A dead letter is redelivered under its own id: --as copy is for the "
+            "outbox. The admin can send an edited copy."
+        )
 
 
 def choose(
@@ -370,6 +371,7 @@ def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcom
     """Run a replay, and return a summary of the stored messages. Raises
     PipelineError."""
     options = options_of(ReplayOptions, given, found_by=given.run)
+    _insist_on_a_selection(options)
     with job_session(given) as spark:
         return run_replay(spark, spec, options, run)
 
