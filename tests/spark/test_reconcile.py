@@ -401,6 +401,30 @@ def test_a_listener_of_another_service_is_retired_by_hand(
         run(spec, "listeners", "--retire", "orders.place", "shop/old")
 
 
+def test_a_listener_that_no_run_has_recorded_is_owed_no_message(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    topic = "topic:orders.placed"
+    [one] = ids(1)
+    log.send([{"message_id": one, "destination": topic, "created_at": NOW - 5 * HOUR}])
+    log.receive(
+        [{"message_id": one, "stage": "stock", "destination": topic,
+          "first_received_at": NOW - 5 * HOUR}]
+    )  # fmt: skip
+    spec = JobSpec((log.spec,), lake)
+    assert run(spec, *JUDGE)["counts"] == {"ok": 1}
+
+    words = ("listeners", "--retire", topic, "shop/none")
+    told = outcome(spec, *words)
+
+    assert told.lines[0].startswith("No run has recorded that shop/none receives from")
+    assert run(spec, *JUDGE)["counts"] == {"ok": 1}
+    declares = replace(spec, subscriptions=(Subscription(topic, "shop", "stock"),))
+    with pytest.raises(UsageError, match="declares its stages"):
+        run(declares, "listeners", "--retire", topic, "shop/nothing")
+
+
 @pytest.mark.matrix
 def test_two_databases_of_a_service_are_one_log(
     spark, make_log, lake: LakeSpec

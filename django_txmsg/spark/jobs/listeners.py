@@ -267,7 +267,8 @@ def _apart(
 
 def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """List the listeners in the lake, or record that a stage no longer listens. Raises
-    UsageError if the stage is not a listener."""
+    UsageError if the stage is not a listener, or if its service declares its stages and
+    no run has recorded this one."""
     is_mounted(spec)
     found = kept_listeners(Lake(spec.lake_spec()))
     if given.retire is None:
@@ -295,17 +296,27 @@ def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
         for one in own
         if one.until is None or one.until > until
     ]
-    if not own:
-        # It was never declared: what it has received shows since when it listened.
-        ended = [Listener(destination, consumer, EVER, until)]
-    if not given.dry_run:
-        results = run.results(spec.lake_spec(), spec.service().service)
-        results.save_rows("subscriptions", EXPECTED, list(map(asdict, ended)))
-    run.rows = len(ended)
     would = "would be" if given.dry_run else "is"
     lines = [
         f"{consumer} {would} expected to receive {_interval(one)}." for one in ended
     ]
+    if not own:
+        unknown = f"No run has recorded that {consumer} receives from {destination}."
+        if _service((destination, consumer)) in {o.service for o in spec.subscriptions}:
+            raise UsageError(
+                f"{unknown} Its service declares its stages, so `reconcile` notices "
+                "without --retire when one is gone."
+            )
+        lines = [
+            f"{unknown} It {would} expected to receive nothing from "
+            f"{until:%Y-%m-%d %H:%M:%S} on."
+        ]
+        # What it has received shows since when it listened.
+        ended = [Listener(destination, consumer, until, until)]
+    if not given.dry_run:
+        results = run.results(spec.lake_spec(), spec.service().service)
+        results.save_rows("subscriptions", EXPECTED, list(map(asdict, ended)))
+    run.rows = len(ended)
     return Outcome(lines or [f"{consumer} is retired already."])
 
 
