@@ -63,6 +63,7 @@ def spoilt(path: str, error: object) -> SpoiltFile:
 
 #: What every library says of a disk without room, and of a quota that is used up.
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+_TOO_LARGE = os.strerror(errno.EFBIG)
 
 
 #: The errors of files and of the Delta library. Each driver of a database has its own
@@ -73,12 +74,18 @@ _OUTSIDE = frozenset(["OSError", "DeltaError", "OperationalError"])
 @contextmanager
 def faults_told() -> Iterator[None]:
     """If the block fails because a file, a database or a table's log cannot be used,
-    raise EnvironmentFault instead of the original error. If a disk is full, the error
-    contains advice."""
+    raise EnvironmentFault instead of the original error. If a disk is full, or a file
+    too large, the error contains advice."""
     try:
         yield
     except Exception as error:
         said = reason(error)
+        if _TOO_LARGE in said:
+            raise EnvironmentFault(
+                f"A file may not grow further: {said[-500:]}. Nothing is lost: raise "
+                "the limit of this user (`ulimit -f`), or use a file system that "
+                "allows larger files, and run again."
+            ) from error
         if not any(one in said for one in _FULL):
             if _OUTSIDE.isdisjoint(one.__name__ for one in type(error).__mro__):
                 raise

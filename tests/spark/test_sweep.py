@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import time
 import uuid
 from pathlib import Path
@@ -201,10 +202,18 @@ def test_a_damaged_file_and_a_damaged_log_are_named(make_log, lake: LakeSpec) ->
         sweep(log, lake)
 
 
-def test_a_file_that_cannot_be_used_is_told_in_a_sentence() -> None:
+def test_a_file_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path) -> None:
     told = pytest.raises(EnvironmentFault, match=r"disk is full: .*`pipeline sweep`")
     with told, faults_told(), Path("/dev/full").open("w") as full:
         full.write("a report")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        told = pytest.raises(EnvironmentFault, match=r"File too large.*`ulimit -f`")
+        with told, faults_told():
+            (tmp_path / "report").write_text("more than ten letters")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with pytest.raises(EnvironmentFault, match="'/nowhere/report'"), faults_told():
         Path("/nowhere/report").read_text()
     with pytest.raises(ValueError, match="bug"), faults_told():
