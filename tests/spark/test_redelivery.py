@@ -142,10 +142,13 @@ def test_a_named_replay_is_stored_once(spark: Any, log: Log) -> None:
     spec = JobSpec((log.spec,))
     words = ("--name", "after the outage")
 
-    dry = replay(spec, "true", "--dry-run")
+    selected = ("replay", "--from", "dead_letters", "--where", "true")
+    told = outcome(spec, *selected, "--dry-run")
+    dry = told.facts
     first = replay(spec, "true", *words)
-    again = outcome(spec, "replay", "--from", "dead_letters", "--where", "true", *words)
+    again = outcome(spec, *selected, *words)
 
+    assert told.lines[0].startswith("3 dead letters would be redelivered as replay-")
     assert (dry["chosen"], dry["destinations"]) == (3, {"orders.place": 3})
     assert (first["rows"], again.facts["rows"]) == (3, 0)
     assert "has requested them before" in "\n".join(again.lines)

@@ -75,7 +75,8 @@ def run_replay(
     summary of the stored messages.
 
     The default name is a digest of the options. So repeating a replay with the same
-    options stores nothing.
+    options stores nothing. A redelivery is named after its run: it chooses only open
+    dead letters.
     """
     source = spec.service()
     table = DEAD_LETTERS if options.table == "dead_letters" else OUTBOX
@@ -249,7 +250,7 @@ def _store(
 ) -> Outcome:
     _insist_on_a_name(name)
     if dry_run:
-        return _shown(rows, name, run)
+        return _shown(rows, name, run, "messages would be stored under")
     staging = Staging(source.resolved(), name)
     try:
         staged = rows.mapInArrow(partial(_stage, staging), _STAGED_TASK).collect()
@@ -279,7 +280,7 @@ def _redeliver(
     """Request a bulk operation in which the app redelivers the chosen dead letters."""
     _insist_on_a_name(name)
     if options.dry_run:
-        return _shown(chosen, name, run)
+        return _shown(chosen, name, run, "dead letters would be redelivered as")
     letters = [(row[0], row[1]) for row in chosen.select("id", "message_id").collect()]
     why = recordable(options.where) or options.verdict
     operation = ask_to_redeliver(
@@ -308,8 +309,8 @@ def _insist_on_a_name(name: str) -> None:
         raise UsageError("The name of a replay has at most 64 characters.")
 
 
-def _shown(rows: DataFrame, name: str, run: Run) -> Outcome:
-    """Return a summary of the messages that would be stored."""
+def _shown(rows: DataFrame, name: str, run: Run, would: str) -> Outcome:
+    """Return a summary of the messages that would be stored or redelivered."""
     per_destination = rows.groupBy("destination").count().collect()
     counts = {row["destination"]: row["count"] for row in per_destination}
     # Only ids, no content: what TXMSG["MASK"] hides elsewhere must not be shown here.
@@ -319,7 +320,7 @@ def _shown(rows: DataFrame, name: str, run: Run) -> Outcome:
     sample = [row.asDict() for row in few.collect()]
     facts = {"name": name, "chosen": sum(counts.values())}
     run.counts = facts | {"dry_run": True}
-    lines = [f"{facts['chosen']:,} messages would be stored under {name}."]
+    lines = [f"{facts['chosen']:,} {would} {name}."]
     lines += [f"  {name}: {n:,}" for name, n in sorted(counts.items())]
     lines += [f"  {one}" for one in sample]
     return Outcome(lines, facts | {"destinations": counts, "sample": sample})
