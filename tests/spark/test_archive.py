@@ -46,6 +46,7 @@ from tests.spark.archives import (
 )
 from tests.spark.conftest import ROOT, everywhere
 from tests.spark.log import LONG_AGO, Log
+from tests.spark.running import outcome
 
 NOW = datetime.now(timezone.utc)
 
@@ -335,6 +336,27 @@ def test_rows_that_another_archiver_is_deleting_stay_in_the_lake(
 
 class Killed(BaseException):
     """Ends an archive like a kill."""
+
+
+def test_rows_of_an_earlier_run_s_batches_are_reported_apart(
+    make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(5)
+
+    def fail(step: str) -> None:
+        if step == "committed":
+            raise Killed
+
+    with pytest.raises(Killed):
+        archive(None, log, lake, on_step=fail)
+    log.send_many(2)
+
+    done = outcome(JobSpec((log.spec,), lake), "archive", "--older-than", "1d")
+
+    assert done.facts["rows"] == 7
+    assert done.lines[0].startswith("outbox: 2 rows in 1 batches")
+    assert "5 rows were removed here" in done.lines[1]
 
 
 def test_entry_of_a_killed_run_is_synced_before_its_rows_are_deleted(

@@ -95,6 +95,8 @@ class ArchiveResult:
     """The result of an archive, with the seconds that writing and deleting took."""
 
     rows: int = 0
+    resumed: int = 0
+    """Those of the rows that are in batches of earlier runs."""
     batches: int = 0
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -202,6 +204,7 @@ class Archiver:
         self.log.enter(last + 1, resumed_after=before)
         started = time.monotonic()
         settled = self._settle(last)
+        self.result.resumed += settled.rows
         self.result.notes.append(
             f"{self.table.name}: batches {before + 1} to {last} of the lake were not "
             f"settled here: {settled.rows:,} rows were removed here."
@@ -399,10 +402,10 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
             run.counts[name] = done.rows
             refused += done.refused
             seconds[name] = {k: round(v, 2) for k, v in done.seconds.items()}
-            if done.rows or done.batches:
+            if done.batches:
                 outcome.lines.append(
-                    f"{name}: {done.rows:,} rows in {done.batches} batches are in the "
-                    "lake and out of the database."
+                    f"{name}: {done.rows - done.resumed:,} rows in {done.batches} "
+                    "batches are in the lake and out of the database."
                 )
             outcome.lines += done.notes
             _tell_held(name, done.held, given.stuck_after, run, outcome)
