@@ -13,12 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from django_txmsg.spark.databases import open_database
+from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.jobs.reading import Live, _read_live
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import DayFiles, rows_of
 from django_txmsg.spark.schemas import OUTBOX, TABLES
 from django_txmsg.spark.source.batch import id_ranges
 from django_txmsg.spark.source.snapshot import snapshot
-from django_txmsg.spark.spec import LakeSpec
+from django_txmsg.spark.spec import LakeSpec, SourceSpec
 from tests.spark.conftest import everywhere, since_pyspark
 from tests.spark.log import LONG_AGO, Log
 
@@ -68,6 +70,24 @@ def test_a_row_much_older_than_all_others_leaves_the_parts_equal(log: Log) -> No
     assert sum(counts) == 3_000
     assert len(counts) == 8
     assert max(counts) < 2 * 3_000 / 8
+
+
+def test_end_of_a_snapshot_ignores_that_its_server_has_died(pg_log: Log) -> None:
+    with snapshot(pg_log.spec):
+        ended = pg_log.value(
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+
+    assert ended == 1
+
+
+def test_unreachable_database_of_a_log_is_named() -> None:
+    database = open_database(SourceSpec("billing", "postgresql://u@127.0.0.1:1/x"))
+    live = Live("billing", database, "", LONG_AGO)
+
+    with pytest.raises(EnvironmentFault, match="database of service 'billing' failed"):
+        list(_read_live(OUTBOX, OUTBOX.struct(), iter([(live, "")])))
 
 
 def test_partitions_within_a_snapshot_see_one_state(spark, log: Log) -> None:

@@ -22,7 +22,7 @@ from ..batchlog import marks_in
 from ..connection import connect_plain
 from ..databases import Database, open_database
 from ..engine import parallelism, spread
-from ..errors import UsageError
+from ..errors import EnvironmentFault, UsageError, reason
 from ..lake import Lake, NoLake
 from ..lakefile import LakeFile
 from ..schemas import TABLES, Table, arrow_schema
@@ -75,7 +75,15 @@ def _read_live(
     """
     for live, where in work:
         selection = Selection(live.service, table, struct)
-        yield from selection.read(live.database, where, live.snapshot)
+        try:
+            yield from selection.read(live.database, where, live.snapshot)
+        except Exception as error:
+            # Each driver has its own.
+            if type(error).__name__ != "OperationalError":
+                raise
+            raise EnvironmentFault(
+                f"The database of service {live.service!r} failed: {reason(error)}."
+            ) from error
 
 
 @dataclass

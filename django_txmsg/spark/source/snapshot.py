@@ -33,7 +33,9 @@ def snapshot(spec: SourceSpec) -> Iterator[dict[str, str]]:
     if spec.vendor == "postgresql":
         import psycopg
 
-        with connect(spec) as connection:
+        # Closed without a commit, which would fail if the server has died meanwhile.
+        # What reads or writes next reports that, with the database's address.
+        with closing(connect(spec)) as connection:
             connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
             connection.read_only = True
             connection.autocommit = False
