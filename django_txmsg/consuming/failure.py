@@ -37,8 +37,9 @@ log = logging.getLogger("django_txmsg.inbox")
 
 Made = TypeVar("Made")
 
-#: Seconds until a stage that reads every type claims a message again whose handler has
-#: raised NewerCodeNeeded. The stage cannot tell whether its code is new enough.
+#: Seconds until a stage claims a message again that it has parked with NewerCodeNeeded,
+#: although it reads the named type: only its handler, or one step of a flow, does not.
+#: Without a delay, the stage would claim the message again and again.
 ASK_AGAIN = 10.0
 
 
@@ -124,8 +125,11 @@ def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     if arrival.parked is not None:
         arrival.record = arrival.parked.record
     if isinstance(error, NewerCodeNeeded):
-        delay = ASK_AGAIN if arrival.stage.reads is None else 0.0
-        needs = (error.name, error.version)
+        needs, reads = (error.name, error.version), arrival.stage.reads
+        claims = reads is None or any(
+            name == error.name and version >= error.version for name, version in reads
+        )
+        delay = ASK_AGAIN if claims else 0.0
         return postpone(arrival, str(error), needs=needs, delay=delay)
     failure = Failure.of(error)
     if error.reason == "invalid_body":

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 from django.db import connection, connections, transaction
 from django.db.models import F, Model
+from django.db.models.functions import Now
 
 from django_txmsg import (
     Destination,
@@ -1858,6 +1859,49 @@ def test_answer_of_a_type_that_only_newer_code_takes_waits_for_it(how: str) -> N
         assert InboxMessage.objects.get(needs_version=1).needs_type == "tests.SoldOut"
         with at_hand(Wider):
             drain()
+    assert answered(run) == "1"
+
+
+@shelved
+class Signalled(Flow[Pack, str], name="shop.aging", within=HOUR):
+    """Takes a type in a signal, and not in the step that the newer code waits in."""
+
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        return self.ask(tell_before, pack, then=self.told)
+
+    @step
+    def told(self, reply: ToldBefore) -> Next[str]:
+        return reply.text
+
+    @signal
+    def noticed(self, news: SoldOut) -> None:
+        """Do nothing."""
+
+
+def test_answer_that_only_another_step_takes_is_not_claimed_again_at_once() -> None:
+    def told(pack: Pack) -> ToldBefore | SoldOut:
+        return SoldOut("1")
+
+    with declared(told, either, name="shop.tell") as telling:
+        with at_hand(Wider):
+            with transaction.atomic():
+                run = start(Wider, Pack("1", "ask"))
+            ship()
+            take(stages.find(["shop.aging"])[0])
+            ship()
+            take(telling)
+            ship()
+        with at_hand(Signalled):
+            (steps,) = stages.find(["shop.aging.steps"])
+            take(steps)
+            row = InboxMessage.objects.annotate(now=Now()).get(needs_version=1)
+            assert row.needs_type == "tests.SoldOut"
+            assert row.due_at > row.now
+            take(steps)
+        assert InboxMessage.objects.get(pk=row.pk).due_at == row.due_at
+        with at_hand(Wider):
+            drain(ahead=dt.timedelta(minutes=1))
     assert answered(run) == "1"
 
 
