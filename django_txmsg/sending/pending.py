@@ -10,7 +10,8 @@ from django.db import router, transaction
 from .. import wire
 from ..envelope.message import check_duration
 from ..errors import InvalidMessage
-from ..models import OutboxMessage
+from ..models import OutboxMessage, Run
+from ..models.run import WaitsFor
 from .scope import current_scope
 from .storing import after_commit
 
@@ -26,7 +27,8 @@ def cancel_message(
     dead, or if a relay is sending it now. Also returns False if the message has a key
     and a relay has claimed it before, because later messages of the key must follow it.
     Also returns False for a message without which a run of a flow does not continue: an
-    undo, an answer, a time-out, or the message of a resume() or later().
+    undo, an answer, a time-out, the message of a resume() or later(), or the first
+    message of a run that start() has stored.
 
     If a relay has sent the message before and received no answer from the broker, the
     message may arrive although it is cancelled. Raises InvalidMessage if the id is not
@@ -34,9 +36,13 @@ def cancel_message(
     """
     alias = _alias(message_id, using)
     rows = OutboxMessage.objects.db_manager(alias)
-    stored = rows.filter(message_id=message_id).values_list("headers", flat=True)
-    if any(map(wire.continues_run, stored)):
-        return False
+    for headers in rows.filter(message_id=message_id).values_list("headers", flat=True):
+        first = wire.original_id(message_id, headers)
+        starting = Run.objects.using(alias).filter(
+            run_id=first, waits_for=WaitsFor.START
+        )
+        if wire.continues_run(headers) or starting.exists():
+            return False
     return bool(rows.cancel([message_id], why=why))
 
 

@@ -313,6 +313,13 @@ def test_message_that_a_run_waits_for_cannot_be_cancelled(
     assert again(run).ended_at is not None
 
 
+def test_first_message_of_a_started_run_cannot_be_cancelled() -> None:
+    run = begin()
+    assert not cancel_message(run.run_id)
+    drain()
+    assert again(run).step == "approved"
+
+
 def test_request_of_a_flow_can_be_cancelled() -> None:
     run = begin()
     ship()
