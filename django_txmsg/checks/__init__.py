@@ -26,9 +26,10 @@ def check(**_: object) -> list[CheckMessage]:
         # Settings that cannot be read permit no further checks.
         return found
     found += settings.check_values()
+    usable = not any(isinstance(one, Error) for one in found)
     # Also after errors: a broker's URL may be wrong only because of its database.
     found += stages.check_databases()
-    if not any(isinstance(one, Error) for one in found):
+    if usable:
         for look in (
             stages.check,
             stages.check_contract,

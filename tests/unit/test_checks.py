@@ -196,6 +196,17 @@ def test_stage_with_an_unknown_database_is_an_error() -> None:
     assert "stage 'tests.lost' uses the database 'archive'" in found.msg
 
 
+def test_error_of_a_database_hides_no_error_of_a_stage() -> None:
+    with (
+        stage(name="tests.lost", using="archive"),
+        stage(name="tests.elsewhere", broker="nowhere"),
+        txmsg(),
+    ):
+        found = {one.id for one in check()}
+
+    assert found == {"txmsg.E006", "txmsg.E008"}
+
+
 def test_requests_with_an_unknown_database_are_an_error() -> None:
     with txmsg(HTTP={"USING": "archive"}):
         assert only(check()).id == "txmsg.E006"
