@@ -74,35 +74,34 @@ class IntakeThread:
                 self._stopping.wait(1.0)
 
     def _take_in(self, broker: Broker, session: Session) -> None:
+        # Deliveries that cannot be buried yet. The prefetch limits their number.
+        kept: list[Delivery] = []
         while database_health.wait(self._using, self._stopping):
             liveness.turned()
             delivery = session.receive(0.5)
             self._breaker.worked()
             recycle(idle=delivery is None, but=broker.stored_in)
-            if delivery is None or self._stopping.is_set():
+            if self._stopping.is_set():
                 continue
-            # It gets the id that its stage would give it, so that a redelivery is the
-            # same message.
-            delivery = decoding.recognised(delivery)
-            if decoding.has_identity(delivery) or delivery.problem:
-                self._settle(session, delivery)
-            else:
-                delivery = decoding.named(delivery)
-                try:
-                    decoding.send_back(delivery, session)
-                except (DispatchRejected, DestinationUnavailable):
-                    # A worker that dies before the acknowledgement leaves two dead
-                    # letters.
-                    self._settle(session, delivery)
-            self._activity.note()
+            if delivery is not None:
+                kept += _identified(delivery, session)
+                self._activity.note()
+            kept = [one for one in kept if not self._settled(one, session)]
 
-    def _settle(self, session: Session, delivery: Delivery) -> None:
-        if self._buried(delivery):
-            session.ack([delivery])
+    def _settled(self, delivery: Delivery, session: Session) -> bool:
+        if not self._buried(delivery):
+            return False
+        session.ack([delivery])
+        self._activity.note()
+        return True
 
     def _buried(self, delivery: Delivery) -> bool:
-        """Bury a delivery. After a failure, try again until that succeeds. Returns
-        False if the consumer stops first."""
+        """Bury a delivery. Returns False if this must be tried again, after the next
+        delivery: a worker has locked the message's row, or the database of the
+        message's stage has failed.
+
+        After a failure of the intake's own database, try again until that succeeds, or
+        until the consumer stops."""
         what = f"{self._destination}: a message cannot be taken in, and is kept"
         while True:
             liveness.turned()
@@ -111,12 +110,21 @@ class IntakeThread:
                 stage, bury = self._letter(delivery)
                 if stage is not None:
                     using = stage.definition.using
-                if stage is None or not _given_up(stage, delivery, bury):
+                elsewhere = using != self._using
+                if elsewhere and not database_health.retry(using, what).ready:
+                    return False
+                given_up = stage is not None and _given_up(stage, delivery, bury)
+                if given_up is None:
+                    return False
+                if not given_up:
                     using = self._using
                     with transaction.atomic(using=using):
                         bury(using=using, stage="", attempts=0)
             except Exception as error:
                 retry = database_health.retry(using, what)
+                if using != self._using:
+                    retry.failed(error)
+                    return False
                 if not retry.after(error, self._stopping):
                     return False
             else:
@@ -143,6 +151,22 @@ class IntakeThread:
         )
 
 
+def _identified(delivery: Delivery, session: Session) -> list[Delivery]:
+    """Return a delivery with the id that its stage would give it, so that a redelivery
+    is the same message. A delivery without any id is sent back with a new id, and is
+    not returned."""
+    delivery = decoding.recognised(delivery)
+    if decoding.has_identity(delivery) or delivery.problem:
+        return [delivery]
+    delivery = decoding.named(delivery)
+    try:
+        decoding.send_back(delivery, session)
+    except (DispatchRejected, DestinationUnavailable):
+        # A worker that dies before the acknowledgement leaves two dead letters.
+        return [delivery]
+    return []
+
+
 def _only_stage(origin: str, broker: str) -> Stage | None:
     """Return the only stage that consumes the queue `origin`, if one transaction
     contains the stage's work and its mark in the inbox. At RabbitMQ, a topic's
@@ -158,7 +182,7 @@ def _only_stage(origin: str, broker: str) -> Stage | None:
     return found[0]
 
 
-def _given_up(stage: Stage, delivery: Delivery, bury: partial[Any]) -> bool:
+def _given_up(stage: Stage, delivery: Delivery, bury: partial[Any]) -> bool | None:
     """Bury a message as its stage's dead letter, if the stage has received the message
     but has neither settled nor parked it. The stage will not receive the message again.
     So its inbox row would stay open for ever, and would hold back the next message of
@@ -167,8 +191,8 @@ def _given_up(stage: Stage, delivery: Delivery, bury: partial[Any]) -> bool:
     If the message's turn has not come, park it instead, as a worker does: if it were
     dead, the messages behind it would overtake its predecessor.
 
-    If a worker is processing a copy of the message, the row is locked. If the worker
-    does not finish soon, return False: the worker settles or parks the message. If this
+    If a worker is processing a copy of the message, the row is locked. Then return
+    None, and do not wait: the worker may settle or park the message, or die. If this
     function marks the row before a worker locks it, the worker drops its copy.
     """
     using, letter = stage.definition.using, bury.keywords
@@ -180,12 +204,12 @@ def _given_up(stage: Stage, delivery: Delivery, bury: partial[Any]) -> bool:
     with transaction.atomic(using=using):
         try:
             limit_waits(connections[using], PATIENCE)
-            row = rows.select_for_update().first()
+            row = rows.select_for_update(nowait=True).first()
         except OperationalError as error:
             if not database_health.gave_up_waiting(error):
                 raise
             transaction.set_rollback(True, using=using)
-            return False
+            return None
         if row is None:
             return False
         why = letter["failure"].exception

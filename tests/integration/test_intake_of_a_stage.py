@@ -11,11 +11,12 @@ from typing import Any
 
 import amqp
 import pytest
-from django.db import connection, connections, transaction
+from django.db import connections, transaction
 
 from django_txmsg import Message, send_message, send_messages, stages
 from django_txmsg.dead_letters import bulk
 from django_txmsg.models import DeadLetter, InboxMessage, QueueMessage
+from tests import factories
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.integration.test_intake import WithDeadLetters, taking_in
@@ -70,6 +71,18 @@ def intake() -> AbstractContextManager[None]:
         return not QueueMessage.objects.filter(queue="DLQ").exists()
 
     return taking_in("database://?poll=0.01", "DLQ", is_empty, BACKEND=BACKEND)
+
+
+def take_in_another() -> None:
+    """Wait until an intake holds its only delivery. Then it takes in another message,
+    and still holds that delivery."""
+    held = QueueMessage.objects.filter(queue="DLQ", lease_token__isnull=False)
+    wait_until(held.exists)
+    kept = held.get()
+    factories.QueueMessageFactory(queue="DLQ")
+    wait_until(DeadLetter.objects.exists)
+    assert str(DeadLetter.objects.get().message_id) != kept.headers["txmsg-id"]
+    assert held.filter(pk=kept.pk).exists()
 
 
 def resolve(kind: str) -> None:
@@ -272,11 +285,6 @@ def test_a_worker_that_processes_a_copy_finishes_first() -> None:
         finally:
             connections.close_all()
 
-    def waits() -> bool:
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
-            return bool(cursor.fetchone()[0])
-
     with declared(slow) as stage:
         (message,) = send_chain(stage, 1)
         (copy,) = QueueMessage.objects.all()
@@ -288,15 +296,18 @@ def test_a_worker_that_processes_a_copy_finishes_first() -> None:
         QueueMessage.objects.exclude(pk=copy.pk).update(queue="elsewhere")
         dead_letter(stage, message.id)
         with intake():
-            wait_until(waits)
+            take_in_another()
             go_on.set()
         worker.join(60)
     assert len(effects()) == 1
-    assert DeadLetter.objects.get().stage == ""
+    assert not DeadLetter.objects.exclude(stage="").exists()
+    assert DeadLetter.objects.filter(message_id=message.id).exists()
 
 
 @pytest.mark.postgresql
-def test_a_worker_that_does_not_finish_holds_up_no_other_message() -> None:
+def test_a_worker_that_dies_with_the_row_locked_leaves_no_key_that_stands_still() -> (
+    None
+):
     began, go_on = threading.Event(), threading.Event()
 
     def work(pk: int) -> None:
@@ -308,11 +319,10 @@ def test_a_worker_that_does_not_finish_holds_up_no_other_message() -> None:
         finally:
             connections.close_all()
 
-    with declared(effect) as stage:
-        first, second = send_chain(stage, 2)
-        for message in (first, second):
-            lose(stage, message)
-        row = InboxMessage.objects.get(message_id=first.id)
+    with declared(effect, ordered="skip") as stage:
+        lost, _ = send_chain(stage, 2)
+        lose(stage, lost)
+        row = InboxMessage.objects.get(message_id=lost.id)
         worker = threading.Thread(target=work, args=[row.pk])
         with ExitStack() as stack:
             stack.callback(worker.join, 60)
@@ -320,8 +330,25 @@ def test_a_worker_that_does_not_finish_holds_up_no_other_message() -> None:
             worker.start()
             assert began.wait(60)
             with intake():
-                pass
-    stages_of = dict(DeadLetter.objects.values_list("message_id", "stage"))
-    assert stages_of == {first.id: "", second.id: stage.name}
-    row.refresh_from_db()
-    assert row.dead_at is None
+                take_in_another()
+                go_on.set()
+        assert DeadLetter.objects.get(message_id=lost.id).stage == stage.name
+        row.refresh_from_db()
+        assert row.state == "dead"
+        step(stage)
+        assert effects() == ["1"]
+
+
+def test_a_stage_whose_database_is_away_delays_no_other_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with declared(effect, using="other") as stage:
+        (message,) = send_chain(stage, 1)
+        InboxMessage.objects.db_manager("other").record(stage.name, [message])
+        dead_letter(stage, message.id)
+        name = connections.settings["other"]["NAME"]
+        monkeypatch.setitem(connections.settings["other"], "NAME", "/nowhere/db")
+        with intake():
+            take_in_another()
+            monkeypatch.setitem(connections.settings["other"], "NAME", name)
+    assert DeadLetter.objects.using("other").get().stage == stage.name
