@@ -158,11 +158,11 @@ class Dispatcher:
                 log.exception("dispatch after commit failed; the relay will do it")
 
     def _dispatch_all(self, lane: Lane, ids: list[int], tries: int) -> None:
-        left = len(ids)
+        left, answered = len(ids), False
         while left > 0 and (claimed := lane.dispatch(ids=ids)):
             left -= claimed
-        sent = left < len(ids)
-        self._breaker.worked(opened=math.inf if sent else lane.opened)
+            answered |= lane.answered
+        self._breaker.worked(opened=math.inf if answered else lane.opened)
         held = lane.held_back(ids) if left > 0 else []
         if held and tries < len(AGAIN):
             # Together with the earlier rows, whose process may have died.

@@ -201,6 +201,8 @@ class Lane:
         self._session: Session | None = None
         #: The monotonic time at which the session was opened.
         self.opened = 0.0
+        #: Whether the broker has answered a message in the last dispatch().
+        self.answered = False
         self._sweep = Sweep()
         #: The monotonic time from which the lane may look for the heads of keys.
         self._heads_at = 0.0
@@ -223,6 +225,7 @@ class Lane:
         """
         # Connect to the broker before the claim: an outage must not cause pointless
         # leases.
+        self.answered = False
         self._open()
         wanted, trial = _Wanted(ids, session_id), self._pauses.begin_trial()
         if trial is not None:
@@ -439,6 +442,7 @@ class Lane:
                 self.counts["unknown"] += len(rows)
                 raise BrokerUnavailable(str(error)) from error
             found = judge(rows, outcomes, apart=apart)
+            self.answered |= bool(found.stored or found.failed or found.refused)
             settlement.settle(found)
             self._pause(found)
             if found.unknown:

@@ -171,7 +171,7 @@ class Relay:
                 continue
             finally:
                 recycle()
-            breaker.worked(opened=math.inf if claimed else lane.opened)
+            breaker.worked(opened=math.inf if lane.answered else lane.opened)
             retry.worked()
             if claimed:
                 continue
