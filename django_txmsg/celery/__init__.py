@@ -111,23 +111,32 @@ class OnceTask(TransactionalTask):
     #: the broker.
     acks_late = True
     reject_on_worker_lost = True
+    #: Set here, so that task_retry_on_worker_lost of the app does not apply.
+    retry_on_worker_lost = False
     Request = "django_txmsg.celery.request:OnceRequest"
     using: str | None = None
 
     @classmethod
     def careless(cls) -> list[str]:
-        """Return a text for each option that could cause the loss of the task."""
-        return [
+        """Return a text for each option that could cause the loss of the task, or a
+        false report of its failure."""
+        found = [
             f"the OnceTask {cls.name!r} has {option}=False: if its worker dies, the "
             "task is lost."
             for option in ("acks_late", "reject_on_worker_lost")
             if not getattr(cls, option)
         ]
+        if cls.retry_on_worker_lost:
+            found.append(
+                f"the OnceTask {cls.name!r} has retry_on_worker_lost=True: if its "
+                "worker dies after the commit of the last retry, Celery reports the "
+                "task as failed."
+            )
+        return found
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
-        """Log each option that could cause the loss of the task. Celery calls this when
-        it registers the task."""
+        """Log the texts of careless(). Celery calls this when it registers the task."""
         super().on_bound(app)
         for careless in cls.careless():
             log.error("%s", careless)

@@ -31,6 +31,20 @@ def lost() -> None:
     """A task that Celery acknowledges before executing it."""
 
 
+retrying = Celery("retrying", set_as_current=False, broker="amqp://")
+retrying.conf.task_retry_on_worker_lost = True
+
+
+@retrying.task(base=OnceTask, shared=False)
+def usual_once() -> None:
+    """A task that has the options of OnceTask."""
+
+
+@retrying.task(base=OnceTask, retry_on_worker_lost=True, shared=False)
+def retried() -> None:
+    """A task that Celery sends again, if its worker dies, until it fails."""
+
+
 def nothing() -> None:
     """Do nothing."""
 
@@ -100,6 +114,15 @@ def test_a_once_task_that_is_acknowledged_early_is_an_error() -> None:
         ((code, message),) = found()
 
     assert (code, "acks_late=False" in message) == ("txmsg.E020", True)
+
+
+def test_once_task_that_celery_retries_for_a_lost_worker_is_an_error() -> None:
+    """The setting of the app does not apply to a OnceTask."""
+    with through(f"{__name__}:retrying"):
+        ((code, message),) = found()
+
+    assert code == "txmsg.E020"
+    assert "retried' has retry_on_worker_lost=True" in message
 
 
 def test_a_task_that_its_workers_would_drop_is_an_error() -> None:
