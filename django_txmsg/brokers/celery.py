@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from celery import Celery
 from kombu import Producer
-from kombu.exceptions import OperationalError
+from kombu.exceptions import OperationalError, SerializerNotInstalled
 from kombu.serialization import prepare_accept_content, registry
 from kombu.utils.imports import symbol_by_name
 
@@ -297,8 +297,14 @@ def send_only() -> NoReturn:
 
 
 def refused_serializers(app: Any) -> list[str]:
-    """Return the serializers of the app's tasks whose messages its workers drop."""
-    accepted = prepare_accept_content(app.conf.accept_content)
+    """Return the serializers of the app's tasks whose messages its workers drop. Raises
+    ConfigurationError if accept_content has an unknown name."""
+    try:
+        accepted = prepare_accept_content(app.conf.accept_content)
+    except SerializerNotInstalled as error:
+        raise ConfigurationError(
+            f"accept_content has a name that this process does not know: {error}."
+        ) from error
     names = {app.conf.task_serializer, *(one.serializer for one in app.tasks.values())}
     kinds = {name: registry.name_to_type.get(name) for name in names if name}
     return sorted(

@@ -373,7 +373,15 @@ def _lossy(app: Any) -> Iterator[tuple[str, str]]:
             f"the transport {transport}:// keeps tasks in the memory of one process.",
             "Set broker_url to a broker that the workers share.",
         )
-    for name in refused_serializers(app):
+    try:
+        refused = refused_serializers(app)
+    except ConfigurationError as error:
+        refused = []
+        yield (
+            str(error),
+            "Correct the name, or register the serializer where the app is defined.",
+        )
+    for name in refused:
         yield (
             f"tasks are written with the serializer {name!r}, which is not in "
             f"accept_content: the workers drop them.",

@@ -89,6 +89,7 @@ def test_nothing_is_found_where_all_is_well() -> None:
         ("task_default_delivery_mode", "transient", "transient"),
         ("worker_deduplicate_successful_tasks", True, "deduplicate"),
         ("accept_content", ["pickle"], "'json', which is not in accept_content"),
+        ("accept_content", ["json", "jsn"], "does not know: No encoder/decoder "),
     ],
 )
 def test_a_setting_that_loses_tasks_is_an_error(
