@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import router, transaction
+from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from .. import conf, wire
@@ -223,14 +224,33 @@ def discard(
 
 def _let_resume_again(letter: DeadLetter, using: str) -> None:
     """Let a run be resumed again if the discarded message is that of its resume()."""
-    if not wire.continues_run(letter.headers):
-        return
-    with suppress(ValueError):
-        run_id, turn = wire.read_ticket(letter.headers.get(wire.TICKET, ""))
-        runs = Run.objects.using(using).filter(run_id=run_id, turn=turn)
-        # A run that continues has locked its row, and may close this dead letter.
-        for run in runs.select_for_update(skip_locked=True):
-            runs.filter(pk=run.pk).update(resumed_at=None)
+    runs = _resumed_by(letter, using)
+    # A run that continues has locked its row, and may close this dead letter.
+    for run in runs.select_for_update(skip_locked=True):
+        runs.filter(pk=run.pk).update(resumed_at=None)
+
+
+def _resumes(letter: DeadLetter, using: str) -> bool:
+    """Let no further resume() continue the run for which a discarded message waits.
+    Return False if a resume() has done so since the message was discarded, or if the
+    run is locked: the run would drop the second value."""
+    runs = _resumed_by(letter, using)
+    for run in runs.select_for_update(skip_locked=True):
+        discarded, resumed = letter.resolved_at, run.resumed_at
+        if discarded and resumed and resumed >= discarded:
+            return False
+        return bool(runs.filter(pk=run.pk).update(resumed_at=Now()))
+    return not runs.exists()
+
+
+def _resumed_by(letter: DeadLetter, using: str) -> QuerySet[Run]:
+    """Return the run that still waits for the resume() that stored a message."""
+    runs = Run.objects.using(using).filter(waits_for=WaitsFor.RESUME)
+    if wire.continues_run(letter.headers):
+        with suppress(ValueError):
+            run_id, turn = wire.read_ticket(letter.headers.get(wire.TICKET, ""))
+            return runs.filter(run_id=run_id, turn=turn)
+    return runs.none()
 
 
 def _overtaking(batch: list[DeadLetter], using: str) -> dict[int, str]:
@@ -272,12 +292,15 @@ def restore(
     operation: BulkOperation, batch: list[DeadLetter], tally: Tally, using: str
 ) -> None:
     """Reopen discarded dead letters that the caller's transaction has locked. Skips
-    revoked messages, because no stage processes them any more. Records the operation,
-    so that operations that were requested before leave the dead letters alone."""
+    revoked messages, because no stage processes them any more, and the message of a
+    resume() whose run was resumed again. Records the operation, so that operations that
+    were requested before leave the dead letters alone."""
     known, kept, now = _known(batch, using), [], clock(using)
     for letter in batch:
         if revoked := revoked_why(letter, known.get(_place(letter)), now):
             tally.skipped[letter.pk] = revoked
+        elif not _resumes(letter, using):
+            tally.skipped[letter.pk] = "the run was resumed again, or continues now"
         else:
             kept.append(letter.pk)
     tally.done += (

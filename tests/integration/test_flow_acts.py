@@ -7,6 +7,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from django.db import connections, transaction
 
 from django_txmsg import cancel_message, stages, wire
 from django_txmsg.consuming import bulk_thread
-from django_txmsg.errors import AlreadyRunning
+from django_txmsg.errors import AlreadyResumed, AlreadyRunning
 from django_txmsg.flows import acts, cancel, resume, start
 from django_txmsg.flows.deadlines import Deadlines
 from django_txmsg.models import (
@@ -115,6 +116,37 @@ def test_run_whose_resume_is_discarded_can_be_resumed_again() -> None:
     drain()
 
     assert json.loads(again(run).answer) == "True ['first', 'first']"
+
+
+@pytest.mark.parametrize("again_first", [True, False])
+def test_run_takes_one_value_if_its_discarded_resume_is_restored(
+    again_first: bool,
+) -> None:
+    run = waiting()
+    assert run.turn is not None
+    token = wire.ticket(run.run_id, run.turn)
+    command("resume", run.run_id, "--value", "true")
+    OutboxMessage.objects.filter(dispatched_at=None).update(body=b'"unreadable"')
+    drain(raises=False)
+    call_command("dead_letters", "discard", "--all", stdout=io.StringIO())
+    if again_first:
+        with transaction.atomic():
+            resume(token, False)
+
+    out = io.StringIO()
+    with suppress(CommandError):  # it reports what it has skipped
+        call_command("dead_letters", "restore", "--all", stdout=out)
+
+    resolution = DeadLetter.objects.get().resolution
+    assert resolution == ("discarded" if again_first else "open")
+    if not again_first:
+        with transaction.atomic(), pytest.raises(AlreadyResumed):
+            resume(token, False)
+        call_command("dead_letters", "discard", "--all", stdout=io.StringIO())
+        with transaction.atomic():
+            resume(token, False)
+    drain()
+    assert json.loads(again(run).answer) == "False ['first', 'first']"
 
 
 def test_show_says_why_a_run_has_failed() -> None:
