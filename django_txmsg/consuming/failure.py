@@ -75,7 +75,7 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
         note()
         mode.put_aside(arrival)
         announce()
-        liveness.turned(decision.delay)
+        liveness.pauses(decision.delay)
         if arrival.stop.wait(decision.delay) or arrival.paused.is_set():
             if arrival.token is not None:
                 inbox.unpark(record.id, arrival.token, attempts=0)

@@ -279,11 +279,15 @@ class StageThread:
         return reading and not self.paused.is_set()
 
     def stuck(self, after: float) -> str | None:
-        """Return the stack of a handler that has been running for `after` seconds, else
-        None. For a coroutine, the event loop's stack follows, because another coroutine
-        may block the loop."""
+        """Return the stack of this thread if it has been busy with a message for
+        `after` seconds since its last pause between two attempts, else None. For a
+        coroutine, the event loop's stack follows, because another coroutine may block
+        the loop."""
         began = self.busy_since
-        if began is None or time.monotonic() - began < after:
+        if began is None:
+            return None
+        began = max(began, liveness.pause_end(self._ident))
+        if time.monotonic() - began < after:
             return None
         idents = [self._ident]
         if self.stage.transaction == "none":

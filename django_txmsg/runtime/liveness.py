@@ -45,9 +45,22 @@ def turned(pause: float = 0.0, *, ready: bool = True) -> None:
         _loops[ident] = (known[0], time.monotonic() + pause, ready)
 
 
+def pauses(seconds: float) -> None:
+    """Record that the current thread now waits between two attempts of a message."""
+    turned(seconds)
+    _pause_ends[threading.get_ident()] = time.monotonic() + seconds
+
+
+def pause_end(ident: int | None) -> float:
+    """Return when a thread's last pause between two attempts ends, as an instant of
+    `time.monotonic()`, or 0 without such a pause."""
+    return 0.0 if ident is None else _pause_ends.get(ident, 0.0)
+
+
 def ended() -> None:
     """Stop watching the current thread."""
     _loops.pop(threading.get_ident(), None)
+    _pause_ends.pop(threading.get_ident(), None)
 
 
 def stopping() -> None:
@@ -69,6 +82,9 @@ def state() -> State:
 _loops: dict[int, tuple[str, float, bool]] = {}
 _stop_requested = False
 
+#: By thread: when its last pause between two attempts ends.
+_pause_ends: dict[int, float] = {}
+
 #: By thread: the handler that it runs.
 _running: dict[int, Running] = {}
 
@@ -76,6 +92,7 @@ _running: dict[int, Running] = {}
 def _forget() -> None:
     """Forget the parent's threads in a forked child, which does not have them."""
     _loops.clear()
+    _pause_ends.clear()
     _running.clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from django.db import connection
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.consuming.limits import Throttle
 from django_txmsg.envelope.message import Message
-from django_txmsg.envelope.redelivery import Dead
+from django_txmsg.envelope.redelivery import Dead, RedeliveryPolicy
 from django_txmsg.models import InboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.runtime import liveness
@@ -160,6 +161,21 @@ def test_a_stuck_handler_is_named_with_its_stack() -> None:
         assert "waits_for_ever" in stack
         assert thread.stuck(600.0) is None
         go_on.set()
+
+
+def test_a_pause_between_two_attempts_is_not_called_stuck() -> None:
+    began = time.monotonic()
+
+    def fails(message: Message) -> None:
+        raise ValueError
+
+    policy = RedeliveryPolicy(initial_delay=600.0, mode="blocking")
+    with declared(fails, redelivery=policy) as stage, running(stage) as (thread,):
+        put(stage.destination)
+        wait_until(
+            lambda: liveness.pause_end(thread._ident) > began and not thread.stuck(0.0)
+        )
+        assert thread.busy_since is not None
 
 
 @pytest.mark.postgresql
