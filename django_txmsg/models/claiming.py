@@ -9,7 +9,8 @@ rows than requested.
 For hops 5 and 6 on `database://`, the size of all bodies that the sessions of one
 process have claimed is limited. A claim copies a body several times, so only one
 session at a time claims large bodies. The other sessions go on claiming small bodies,
-because a handler may need an hour for a large body.
+because a handler may need an hour for a large body. But a session that holds bodies
+claims none behind a large one.
 """
 
 from __future__ import annotations
