@@ -4,6 +4,7 @@ message and the reason."""
 from __future__ import annotations
 
 import datetime as dt
+import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -216,6 +217,20 @@ def test_death_in_a_delay_queue_that_is_the_users_own() -> None:
     first["x-first-death-reason"] = "expired"
     last = {"x-last-death-queue": "jobs.wait-30s", "x-last-death-reason": "expired"}
     assert deaths.cause(first | last) == ("expired", "jobs.wait-30s")
+
+
+def test_a_delayed_message_in_a_chain_of_dead_letter_queues() -> None:
+    """The message has expired in the first dead-letter queue, too."""
+    headers = {
+        "x-first-death-queue": "jobs.wait-30s",
+        "x-first-death-reason": "expired",
+        "x-last-death-queue": "DLQ.1",
+        "x-last-death-reason": "expired",
+    }
+    died = [("DLQ.1", "expired"), ("jobs", "rejected"), ("jobs.wait-30s", "expired")]
+    listed = json.dumps([{"queue": one, "reason": why} for one, why in died])
+    assert deaths.cause(headers | {"x-death": listed}) == ("rejected", "jobs")
+    assert deaths.cause(headers) == ("expired", "DLQ.1")
 
 
 @committing
