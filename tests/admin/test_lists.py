@@ -72,7 +72,9 @@ def test_the_outbox_is_filtered_by_state(viewer: Client) -> None:
     assert found(viewer, OUTBOX, age="1d") == []
     page = viewer.get(OUTBOX).content.decode()
     assert "pending (3)" in page
-    assert "overdue (1)" in page
+    # No index finds these rows, so they are not counted.
+    assert "overdue (" not in page
+    assert "in flight (" not in page
 
 
 def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
@@ -289,7 +291,7 @@ def test_the_rows_of_a_filtered_list_are_looked_for_once(
 @pytest.mark.parametrize(
     ("url", "queries", "make"),
     [
-        (OUTBOX, 13, factories.OutboxMessageFactory),
+        (OUTBOX, 11, factories.OutboxMessageFactory),
         (INBOX, 13, factories.InboxMessageFactory),
         (WORKERS, 7, factories.WorkerFactory),
     ],

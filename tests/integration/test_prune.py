@@ -154,7 +154,7 @@ def test_processed_message_goes_with_any_number_of_attempts() -> None:
     assert not Attempt.objects.exists()
 
 
-@pytest.mark.skipif("connection.vendor != 'sqlite'")
+@pytest.mark.sqlite
 def test_attempts_of_pruned_messages_are_found_by_an_index() -> None:
     make.InboxMessageFactory(first_received_at=ago(days=8))
     (kind,) = [kind for kind in retention.kinds() if kind.model is InboxMessage]
