@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import partial
 from typing import Any
 
 from django.db import OperationalError, connections, router, transaction
@@ -107,19 +106,19 @@ class IntakeThread:
             liveness.turned()
             using = self._using
             try:
-                stage, bury = self._letter(delivery)
+                stage, letter = self._letter(delivery)
                 if stage is not None:
                     using = stage.definition.using
                 elsewhere = using != self._using
                 if elsewhere and not database_health.retry(using, what).ready:
                     return False
-                given_up = stage is not None and _given_up(stage, delivery, bury)
+                given_up = stage is not None and _given_up(stage, delivery, letter)
                 if given_up is None:
                     return False
                 if not given_up:
                     using = self._using
                     with transaction.atomic(using=using):
-                        bury(using=using, stage="", attempts=0)
+                        burial.bury(**letter, using=using, stage="", attempts=0)
             except Exception as error:
                 retry = database_health.retry(using, what)
                 if using != self._using:
@@ -131,24 +130,23 @@ class IntakeThread:
                 database_health.retry(using, what).worked()
                 return True
 
-    def _letter(self, delivery: Delivery) -> tuple[Stage | None, partial[Any]]:
-        """Return the stage that may have received a delivery's message, and a function
-        that buries the message."""
+    def _letter(self, delivery: Delivery) -> tuple[Stage | None, dict[str, Any]]:
+        """Return the stage that may have received a delivery's message, and the values
+        of the message's dead letter."""
         broker = get_broker(self._broker)
         reason, named = broker.dead_letter_cause(delivery.headers)
         origin = _sendable(named) or self._destination
-        return _only_stage(named, self._broker), partial(
-            burial.bury,
-            message_id=decoding.identity(delivery, self._broker),
-            broker=self._broker,
-            destination=origin,
-            headers=decoding.kept_headers(delivery),
-            body=delivery.body,
-            reason="broker",
-            failure=Failure.because(
+        return _only_stage(named, self._broker), {
+            "message_id": decoding.identity(delivery, self._broker),
+            "broker": self._broker,
+            "destination": origin,
+            "headers": decoding.kept_headers(delivery),
+            "body": delivery.body,
+            "reason": "broker",
+            "failure": Failure.because(
                 "broker", reason or f"found in {self._destination}"
             ),
-        )
+        }
 
 
 def _identified(delivery: Delivery, session: Session) -> list[Delivery]:
@@ -182,7 +180,7 @@ def _only_stage(origin: str, broker: str) -> Stage | None:
     return found[0]
 
 
-def _given_up(stage: Stage, delivery: Delivery, bury: partial[Any]) -> bool | None:
+def _given_up(stage: Stage, delivery: Delivery, letter: dict[str, Any]) -> bool | None:
     """Bury a message as its stage's dead letter, if the stage has received the message
     but has neither settled nor parked it. The stage will not receive the message again.
     So its inbox row would stay open for ever, and would hold back the next message of
@@ -195,7 +193,7 @@ def _given_up(stage: Stage, delivery: Delivery, bury: partial[Any]) -> bool | No
     None, and do not wait: the worker may settle or park the message, or die. If this
     function marks the row before a worker locks it, the worker drops its copy.
     """
-    using, letter = stage.definition.using, bury.keywords
+    using = stage.definition.using
     inbox = InboxMessage.objects.db_manager(using)
     order = InboxMessage.order.db_manager(using)
     turn = turn_of(stage, delivery.headers)
@@ -226,12 +224,8 @@ def _given_up(stage: Stage, delivery: Delivery, bury: partial[Any]) -> bool | No
             return False
         if turn is not None:
             order.aside(row.pk, turn)
-        bury(
-            using=using,
-            stage=row.stage,
-            destination=stage.destination,
-            attempts=row.attempts,
-        )
+        letter = letter | {"destination": stage.destination}
+        burial.bury(**letter, using=using, stage=row.stage, attempts=row.attempts)
         order.wake(row.stage, [row.message_id])
     return True
 
