@@ -226,8 +226,8 @@ def _let_resume_again(letter: DeadLetter, using: str) -> None:
     """Let a run be resumed again if the discarded message is that of its resume()."""
     runs = _resumed_by(letter, using)
     # A run that continues has locked its row, and may close this dead letter.
-    for run in runs.select_for_update(skip_locked=True):
-        runs.filter(pk=run.pk).update(resumed_at=None)
+    free = runs.select_for_update(skip_locked=True)
+    runs.filter(pk__in=free.values("pk")).update(resumed_at=None)
 
 
 def _resumes(letter: DeadLetter, using: str) -> bool:
@@ -235,12 +235,13 @@ def _resumes(letter: DeadLetter, using: str) -> bool:
     Return False if a resume() has done so since the message was discarded, or if the
     run is locked: the run would drop the second value."""
     runs = _resumed_by(letter, using)
-    for run in runs.select_for_update(skip_locked=True):
-        discarded, resumed = letter.resolved_at, run.resumed_at
-        if discarded and resumed and resumed >= discarded:
-            return False
-        return bool(runs.filter(pk=run.pk).update(resumed_at=Now()))
-    return not runs.exists()
+    run = runs.select_for_update(skip_locked=True).first()
+    if run is None:
+        return not runs.exists()
+    discarded, resumed = letter.resolved_at, run.resumed_at
+    if discarded and resumed and resumed >= discarded:
+        return False
+    return bool(runs.filter(pk=run.pk).update(resumed_at=Now()))
 
 
 def _resumed_by(letter: DeadLetter, using: str) -> QuerySet[Run]:
