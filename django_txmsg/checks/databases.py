@@ -22,6 +22,7 @@ from ..flows.declaration import Declaration, Step, declarations
 from ..models import DeadLetter, OutboxMessage, Run, Worker
 from ..models.run import WaitsFor
 from ..monitoring import databases
+from ..monitoring.alarms import listed
 from ..relaying.listener import alias_of, receives_notifications
 from ..scheduling.time_loop import TimeLoop
 from ..scheduling.timekeeper import Timekeeper
@@ -84,9 +85,8 @@ def _parts() -> Iterator[tuple[str, str, bool]]:
             yield using, f"stage {stage.name!r}", stage.using is not None
 
 
-def _few(parts: Sequence[str]) -> str:
-    more = f" and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
-    return f"{', '.join(parts[:NAMED])}{more}"
+def _few(parts: list[str]) -> str:
+    return listed(parts, NAMED)
 
 
 def check_pools() -> Iterator[CheckMessage]:

@@ -395,10 +395,14 @@ def _lossy(app: Any) -> Iterator[tuple[str, str]]:
         )
 
 
-def _once(app: Any) -> Iterator[tuple[str, str]]:
+def _once_tasks(app: Any) -> list[Any]:
     from ..celery import OnceTask
 
-    tasks = [one for _, one in sorted(app.tasks.items()) if isinstance(one, OnceTask)]
+    return [one for _, one in sorted(app.tasks.items()) if isinstance(one, OnceTask)]
+
+
+def _once(app: Any) -> Iterator[tuple[str, str]]:
+    tasks = _once_tasks(app)
     # Tasks found by autodiscovery log the same in their worker.
     for task in tasks:
         for careless in task.careless():
@@ -414,10 +418,8 @@ def _once(app: Any) -> Iterator[tuple[str, str]]:
 
 
 def _uncounted(where: str, app: Any) -> Iterator[CheckMessage]:
-    from ..celery import OnceTask
-
-    once = any(isinstance(task, OnceTask) for task in app.tasks.values())
-    if once and str(app.conf.result_backend or "").startswith("django-db"):
+    backend = str(app.conf.result_backend or "")
+    if backend.startswith("django-db") and _once_tasks(app):
         yield Warning(
             f"{where}: with the result backend django-db, a chord of OnceTasks may "
             f"never call its body if a worker is killed right after the chord has "
