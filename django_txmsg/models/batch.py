@@ -157,7 +157,7 @@ class Batch(models.Model):
         spare = max(self.total - failed - self.enough, 0)
         # Those asked last: they mostly are the last to be answered.
         open_rows = self.rows().filter(_OPEN).order_by("-number").values_list("pk")
-        # So many rows are not locked for each answer.
+        # Far from the end, do not lock so many rows at each answer.
         if spare > CONCURRENT // 10 and open_rows[spare + CONCURRENT :][:1]:
             return False
         with transaction.atomic(using=open_rows.db):

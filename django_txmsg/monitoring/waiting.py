@@ -132,7 +132,7 @@ def in_inbox(
         using,
         "django_txmsg_inboxmessage",
         ("stage",),
-        # Those that wait for a predecessor which waits, too, are never read.
+        # A message whose predecessor waits, too, is due never: do not read it.
         inbox.RETRYING & Rule("{due_at} < " + never_sql(connections[using])),
         within=inbox.PARKED,
         due="due_at",

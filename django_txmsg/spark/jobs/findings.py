@@ -113,8 +113,8 @@ SHOWN = 50
 
 
 def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """List findings, acknowledge them, or reopen them. Raises UsageError if findings
-    are to be changed, but no option says which, and if the verdict is unknown."""
+    """List findings, acknowledge them, or reopen them. Raises UsageError if the
+    verdict is unknown, or if findings are to be changed and no option says which."""
     insist_on_a_finding(given.verdict)
     noted = Noted(spec.service())
     which = Which(given.verdict, given.destination, tuple(given.message_id))
