@@ -4,12 +4,14 @@
 
 A row compares one of our figures with another figure. Both are measured alternately in
 the same run. The row has the median, the lowest and the highest ratio of the rounds.
-The figures mean nothing if the machine does other work.
+The figures mean nothing if the machine does other work. `--write` replaces the rows
+that were measured. The other rows of the page stay, each with its day.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import os
 import platform
@@ -28,6 +30,10 @@ from . import stand
 PAGE = Path("docs/explanation/performance.md")
 BEGIN = "<!-- the table: written by python -m benchmarks --write -->"
 END = "<!-- the end of the table -->"
+HEAD = [
+    "| what | compared with | ratio | lowest to highest | goal | measured on |",
+    "|---|---|---|---|---|---|",
+]
 #: The modules, with what they are asked, and with what `--quick` asks for.
 RUNS: list[tuple[str, list[str], list[str]]] = [
     ("store", [], ["--rows", "500", "--rounds", "2"]),
@@ -82,11 +88,14 @@ def main() -> int:
             if result.returncode:
                 failed.append(module)
         found = [json.loads(line) for line in rows]
-    lines = "\n".join([*machine(), "", *table(found)])
-    print(f"\n{lines}")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    written, _, after = rest.partition(END)
+    known = read(written) if given.write else []
+    lines = dict([*known, *table(found)]).values()
+    page = "\n".join([*machine(), "", *HEAD, *lines])
+    print(f"\n{page}")
     if given.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{lines}\n\n{END}{rest.partition(END)[2]}")
+        PAGE.write_text(f"{before}{BEGIN}\n\n{page}\n\n{END}{after}")
     for module in failed:
         print(f"benchmarks.{module} failed", file=sys.stderr)
     return 1 if failed or not found else 0
@@ -115,19 +124,27 @@ def machine() -> Iterator[str]:
     yield ", ".join([*versions, *stand.servers(), stand.PEER.replace("==", " ")])
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the rows as lines of a Markdown table."""
-    yield "Measured: the median of what stands on the left, on this machine alone."
-    yield ""
-    yield "| what | compared with | ratio | lowest to highest | goal | measured |"
-    yield "|---|---|---|---|---|---|"
+def table(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the names of the two variants of each row, and the row as a line of a
+    Markdown table."""
+    today = dt.date.today()
     for row in rows:
         ratios = row["ratios"]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios[1:] else "one run"
+        names = f"| {row['what']} | {row['against']} |"
         yield (
-            f"| {row['what']} | {row['against']} | {statistics.median(ratios):.2f} "
-            f"| {spread} | {row['goal'] or '-'} | {row['measured'] or '-'} |"
+            names,
+            f"{names} {statistics.median(ratios):.2f} "
+            f"| {spread} | {row['goal'] or '-'} | {today} |",
         )
+
+
+def read(written: str) -> Iterator[tuple[str, str]]:
+    """Yield what `table()` yields, of the rows that a page has."""
+    for line in written.splitlines():
+        cells = line.split("|")
+        if len(cells) == 8 and cells[6].strip()[:1].isdigit():
+            yield "|".join(cells[:3]) + "|", line
 
 
 if __name__ == "__main__":

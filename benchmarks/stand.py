@@ -186,19 +186,12 @@ def table(
             f" {max(values):10,.1f} {statistics.median(ratios):7.2f} {goal:>7}"
         )
         if name != against:
-            measured = f"{statistics.median(values):,.1f} {unit}"
-            note(f"{title}: {name}", against, ratios, goal, measured)
+            note(f"{title}: {name}", against, ratios, goal)
 
 
-def note(
-    what: str,
-    against: str,
-    ratios: Sequence[float],
-    goal: str = "",
-    measured: str = "",
-) -> None:
+def note(what: str, against: str, ratios: Sequence[float], goal: str = "") -> None:
     """If `python -m benchmarks` runs this benchmark, add a row to the table of all
-    benchmarks. `measured` is the median with its unit."""
+    benchmarks."""
     file = os.environ.get(ROWS)
     if file:
         row = {
@@ -206,7 +199,6 @@ def note(
             "against": against,
             "ratios": [*ratios],
             "goal": goal,
-            "measured": measured,
         }
         with Path(file).open("a") as rows:
             rows.write(json.dumps(row) + "\n")

@@ -218,9 +218,7 @@ class Figures:
             )
             ratios = [one / other for one, other in pairs]
             if ratios and name != fastest:
-                rate = f"{statistics.median(self._all(name, 'rate')):,.0f} tasks/s"
-                what = f"workers: {name}"
-                stand.note(what, fastest, ratios, goals.get(name, ""), rate)
+                stand.note(f"workers: {name}", fastest, ratios, goals.get(name, ""))
 
     def _all(self, name: str, what: str) -> list[float]:
         return [
