@@ -118,17 +118,11 @@ class Migration(migrations.Migration):
                 ("muted", models.BooleanField(default=False)),
                 (
                     "muted_until",
-                    models.DateTimeField(
-                        help_text="When the mute ends; empty: never.",
-                        null=True,
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 (
                     "muted_above",
-                    models.PositiveIntegerField(
-                        help_text="The mute does not apply while more dead letters are open.",
-                        null=True,
-                    ),
+                    models.PositiveIntegerField(null=True),
                 ),
                 ("noted_by", models.CharField(default="", max_length=255)),
                 (
@@ -373,7 +367,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "duration",
-                    models.FloatField(help_text="seconds", null=True),
+                    models.FloatField(null=True),
                 ),
                 ("exception", models.TextField(default="")),
                 ("traceback", models.TextField(default="")),
@@ -420,24 +414,17 @@ class Migration(migrations.Migration):
                 ("why", models.CharField(default="", max_length=255)),
                 (
                     "rate",
-                    models.FloatField(
-                        help_text="Messages a second at most; empty: no limit.",
-                        null=True,
-                    ),
+                    models.FloatField(null=True),
                 ),
                 (
                     "tolerates",
-                    models.PositiveIntegerField(
-                        help_text="If given, one message goes first, and the operation stops itself when more than this many have died again.",
-                        null=True,
-                    ),
+                    models.PositiveIntegerField(null=True),
                 ),
                 (
                     "watched",
                     models.JSONField(
                         db_default=models.Value([], output_field=models.JSONField()),
                         default=list,
-                        help_text="The dead letters whose outcome the next batch waits for.",
                     ),
                 ),
                 (
@@ -449,10 +436,7 @@ class Migration(migrations.Migration):
                 ("skipped", models.PositiveIntegerField(default=0)),
                 (
                     "skipped_why",
-                    models.JSONField(
-                        default=dict,
-                        help_text="The first skipped ones, with the reason.",
-                    ),
+                    models.JSONField(default=dict),
                 ),
                 ("cursor", models.BigIntegerField(default=0)),
                 ("up_to", models.BigIntegerField(default=0)),
@@ -479,8 +463,7 @@ class Migration(migrations.Migration):
                 (
                     "due_at",
                     models.DateTimeField(
-                        db_default=django.db.models.functions.datetime.Now(),
-                        help_text="The earliest time of the next batch.",
+                        db_default=django.db.models.functions.datetime.Now()
                     ),
                 ),
                 (
@@ -582,10 +565,7 @@ class Migration(migrations.Migration):
                 ("attempts", models.PositiveIntegerField(default=0)),
                 (
                     "deaths",
-                    models.PositiveIntegerField(
-                        default=1,
-                        help_text="How often this message died at this stage.",
-                    ),
+                    models.PositiveIntegerField(default=1),
                 ),
                 ("message_created_at", models.DateTimeField(null=True)),
                 (
@@ -614,17 +594,11 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "replaced_by",
-                    models.UUIDField(
-                        help_text="The id of the copy that was sent instead.",
-                        null=True,
-                    ),
+                    models.UUIDField(null=True),
                 ),
                 (
                     "operation",
-                    models.BigIntegerField(
-                        help_text="The last bulk operation that redelivered, discarded or restored it.",
-                        null=True,
-                    ),
+                    models.BigIntegerField(null=True),
                 ),
             ],
             options={
@@ -781,25 +755,16 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "service",
-                    models.CharField(
-                        default="",
-                        help_text="The service that sent the message.",
-                        max_length=255,
-                    ),
+                    models.CharField(default="", max_length=255),
                 ),
                 (
                     "created_at",
-                    models.DateTimeField(
-                        help_text="When its sender stored the message.",
-                        null=True,
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 ("deliveries", models.PositiveIntegerField(default=1)),
                 (
                     "attempts",
-                    models.PositiveIntegerField(
-                        default=0, help_text="Started executions of the handler."
-                    ),
+                    models.PositiveIntegerField(default=0),
                 ),
                 (
                     "first_received_at",
@@ -815,32 +780,21 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "started_at",
-                    models.DateTimeField(
-                        help_text="When the last attempt began.", null=True
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 ("processed_at", models.DateTimeField(null=True)),
                 (
                     "late_at",
-                    models.DateTimeField(
-                        help_text="When it was processed, if more than an hour after its receipt.",
-                        null=True,
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 ("dead_at", models.DateTimeField(null=True)),
                 (
                     "revoked_at",
-                    models.DateTimeField(
-                        help_text="When the flow that asked for it revoked it; it is never processed.",
-                        null=True,
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 (
                     "due_at",
-                    models.DateTimeField(
-                        help_text="Parked until then; empty: not parked.",
-                        null=True,
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 ("lease_until", models.DateTimeField(null=True)),
                 ("lease_token", models.UUIDField(null=True)),
@@ -849,48 +803,28 @@ class Migration(migrations.Migration):
                 ("last_error", models.TextField(default="")),
                 (
                     "needs_type",
-                    models.CharField(
-                        db_default="",
-                        help_text="The message type that the parking code could not read.",
-                        max_length=255,
-                    ),
+                    models.CharField(db_default="", max_length=255),
                 ),
                 (
                     "needs_version",
-                    models.PositiveIntegerField(
-                        help_text="The oldest version of the code that can read it.",
-                        null=True,
-                    ),
+                    models.PositiveIntegerField(null=True),
                 ),
                 (
                     "key",
-                    models.CharField(
-                        db_default="",
-                        help_text="The key of a message that waits at an ordered stage.",
-                        max_length=255,
-                    ),
+                    models.CharField(db_default="", max_length=255),
                 ),
                 (
                     "waits_for",
-                    models.UUIDField(
-                        help_text="The predecessor in the order of its key.",
-                        null=True,
-                    ),
+                    models.UUIDField(null=True),
                 ),
                 ("waits_since", models.DateTimeField(null=True)),
                 (
                     "after_at",
-                    models.DateTimeField(
-                        help_text="The predecessor's place in the order of its key.",
-                        null=True,
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 (
                     "slot",
-                    models.BigIntegerField(
-                        help_text="The slot that it waits for, at a stage with a rate.",
-                        null=True,
-                    ),
+                    models.BigIntegerField(null=True),
                 ),
             ],
             options={
@@ -985,7 +919,7 @@ class Migration(migrations.Migration):
                 ("last_id", models.UUIDField()),
                 (
                     "last_at",
-                    models.BigIntegerField(help_text="In microseconds since 1970."),
+                    models.BigIntegerField(),
                 ),
                 ("previous_id", models.UUIDField(null=True)),
                 ("previous_at", models.BigIntegerField(null=True)),
@@ -1013,20 +947,11 @@ class Migration(migrations.Migration):
                 ("message_id", models.UUIDField()),
                 (
                     "replay_id",
-                    models.CharField(
-                        default="",
-                        help_text="Why this id was stored again: a redelivery, or a replay.",
-                        max_length=64,
-                    ),
+                    models.CharField(default="", max_length=64),
                 ),
                 (
                     "service",
-                    models.CharField(
-                        db_default="",
-                        default="",
-                        help_text="The service that stored this message, and whose relay sends it. Empty: stored by an earlier release, any relay sends it.",
-                        max_length=100,
-                    ),
+                    models.CharField(db_default="", default="", max_length=100),
                 ),
                 ("broker", models.CharField(default="default", max_length=64)),
                 ("destination", models.CharField(max_length=255)),
@@ -1037,10 +962,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "session_id",
-                    models.UUIDField(
-                        help_text="The HTTP session or the stage's run that stored this message.",
-                        null=True,
-                    ),
+                    models.UUIDField(null=True),
                 ),
                 ("headers", models.JSONField(default=dict)),
                 ("content_type", models.CharField(max_length=255)),
@@ -1066,32 +988,19 @@ class Migration(migrations.Migration):
                 ("dead_at", models.DateTimeField(null=True)),
                 (
                     "cancelled_at",
-                    models.DateTimeField(
-                        help_text="When it was cancelled; it is dead from then on.",
-                        null=True,
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 (
                     "linked_at",
-                    models.DateTimeField(
-                        help_text="When it got its place in the order of its key.",
-                        null=True,
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 (
                     "unique_key",
-                    models.CharField(
-                        help_text="Held by this message until a relay claims it, or longer.",
-                        max_length=255,
-                        null=True,
-                    ),
+                    models.CharField(max_length=255, null=True),
                 ),
                 (
                     "unique_until_processed",
-                    models.BooleanField(
-                        db_default=False,
-                        help_text="Whether it holds its key until a stage here has processed it.",
-                    ),
+                    models.BooleanField(db_default=False),
                 ),
             ],
             options={
@@ -1193,12 +1102,7 @@ class Migration(migrations.Migration):
                 ("series", models.CharField(max_length=16)),
                 (
                     "place",
-                    models.CharField(
-                        db_default="",
-                        default="",
-                        help_text="The destination or stage; empty: marks the period as counted.",
-                        max_length=255,
-                    ),
+                    models.CharField(db_default="", default="", max_length=255),
                 ),
                 ("count", models.BigIntegerField()),
             ],
@@ -1241,10 +1145,7 @@ class Migration(migrations.Migration):
                 ("lease_token", models.UUIDField(null=True)),
                 (
                     "priority",
-                    models.SmallIntegerField(
-                        db_default=0,
-                        help_text="The priority of a task; higher ones run first.",
-                    ),
+                    models.SmallIntegerField(db_default=0),
                 ),
             ],
             options={
@@ -1298,21 +1199,17 @@ class Migration(migrations.Migration):
                 ("stage", models.CharField(max_length=255)),
                 (
                     "key",
-                    models.CharField(
-                        help_text="A digest of the header's value.", max_length=32
-                    ),
+                    models.CharField(max_length=32),
                 ),
                 (
                     "origin",
-                    models.FloatField(
-                        help_text="When slot 0 is due, in seconds since 1970."
-                    ),
+                    models.FloatField(),
                 ),
                 (
                     "period",
-                    models.FloatField(help_text="Seconds from one slot to the next."),
+                    models.FloatField(),
                 ),
-                ("taken", models.BigIntegerField(help_text="Slots taken so far.")),
+                ("taken", models.BigIntegerField()),
             ],
             options={
                 "constraints": [
@@ -1336,47 +1233,31 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "run_id",
-                    models.UUIDField(
-                        help_text="The id of the message that started it. For an edited "
-                        "copy: the id of the original.",
-                        unique=True,
-                    ),
+                    models.UUIDField(unique=True),
                 ),
                 ("service", models.CharField(max_length=100)),
                 ("flow", models.CharField(max_length=200)),
                 ("key", models.CharField(default="", max_length=255)),
                 (
                     "version",
-                    models.PositiveIntegerField(help_text="The version of its state."),
+                    models.PositiveIntegerField(),
                 ),
-                ("state", models.TextField(help_text="JSON.")),
+                ("state", models.TextField()),
                 (
                     "step",
-                    models.CharField(
-                        help_text="The step that runs next.", max_length=200
-                    ),
+                    models.CharField(max_length=200),
                 ),
                 (
                     "reads",
-                    models.TextField(
-                        default="",
-                        help_text="The types and versions that the step took when the run began to wait, one a line.",
-                    ),
+                    models.TextField(default=""),
                 ),
                 (
                     "otherwise",
-                    models.CharField(
-                        default="",
-                        help_text="The step that runs if the deadline passes or the request is dead.",
-                        max_length=200,
-                    ),
+                    models.CharField(default="", max_length=200),
                 ),
                 (
                     "turn",
-                    models.UUIDField(
-                        help_text="The token of the message that continues the run.",
-                        null=True,
-                    ),
+                    models.UUIDField(null=True),
                 ),
                 (
                     "waits_for",
@@ -1397,11 +1278,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "asked",
-                    models.CharField(
-                        default="",
-                        help_text="The destination of its request.",
-                        max_length=255,
-                    ),
+                    models.CharField(default="", max_length=255),
                 ),
                 ("request_id", models.UUIDField(null=True)),
                 (
@@ -1412,37 +1289,25 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "due_at",
-                    models.DateTimeField(
-                        help_text="The deadline of its wait.", null=True
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 (
                     "resumed_at",
-                    models.DateTimeField(
-                        help_text="When a call of resume() for it was stored.",
-                        null=True,
-                    ),
+                    models.DateTimeField(null=True),
                 ),
                 (
                     "failing",
-                    models.BooleanField(
-                        default=False, help_text="Whether it is undoing its work."
-                    ),
+                    models.BooleanField(default=False),
                 ),
                 (
                     "undos",
-                    models.PositiveIntegerField(
-                        default=0, help_text="How many undos were registered."
-                    ),
+                    models.PositiveIntegerField(default=0),
                 ),
                 (
                     "kept_undos",
-                    models.PositiveIntegerField(
-                        help_text="While the run goes back to a step: how many of its undos, the oldest, stay registered. The answer is then the argument of that step.",
-                        null=True,
-                    ),
+                    models.PositiveIntegerField(null=True),
                 ),
-                ("answer", models.TextField(default="", help_text="JSON.")),
+                ("answer", models.TextField(default="")),
                 (
                     "answer_type",
                     models.CharField(default="", max_length=255),
@@ -1462,14 +1327,11 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "caller",
-                    models.JSONField(
-                        default=dict,
-                        help_text="The caller's headers, by which the answer reaches the caller.",
-                    ),
+                    models.JSONField(default=dict),
                 ),
                 (
                     "first_run",
-                    models.UUIDField(help_text="The first run of the conversation."),
+                    models.UUIDField(),
                 ),
                 ("hop", models.PositiveIntegerField(default=0)),
                 ("baggage", models.JSONField(default=dict)),
@@ -1561,7 +1423,7 @@ class Migration(migrations.Migration):
                 ("step", models.CharField(max_length=200)),
                 (
                     "message_id",
-                    models.UUIDField(help_text="The message that continued the run."),
+                    models.UUIDField(),
                 ),
                 (
                     "created_at",
@@ -1570,30 +1432,18 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("version", models.PositiveIntegerField()),
-                ("state", models.TextField(help_text="JSON, after the step.")),
+                ("state", models.TextField()),
                 (
                     "then",
-                    models.CharField(
-                        default="",
-                        help_text="What the run waits for next.",
-                        max_length=300,
-                    ),
+                    models.CharField(default="", max_length=300),
                 ),
                 (
                     "undos",
-                    models.PositiveIntegerField(
-                        db_default=0,
-                        default=0,
-                        help_text="How many undos were registered by then.",
-                    ),
+                    models.PositiveIntegerField(db_default=0, default=0),
                 ),
                 (
                     "left",
-                    models.BooleanField(
-                        db_default=False,
-                        default=False,
-                        help_text="Whether the run has gone back to before this step.",
-                    ),
+                    models.BooleanField(db_default=False, default=False),
                 ),
                 (
                     "run",
@@ -1623,17 +1473,15 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "turn",
-                    models.UUIDField(
-                        help_text="The turn of its run until the end.", unique=True
-                    ),
+                    models.UUIDField(unique=True),
                 ),
                 (
                     "total",
-                    models.PositiveIntegerField(help_text="How many requests it has."),
+                    models.PositiveIntegerField(),
                 ),
                 (
                     "enough",
-                    models.PositiveIntegerField(help_text="How many answers end it."),
+                    models.PositiveIntegerField(),
                 ),
                 (
                     "created_at",
@@ -1753,7 +1601,7 @@ class Migration(migrations.Migration):
                 ),
                 ("number", models.PositiveIntegerField()),
                 ("destination", models.CharField(max_length=255)),
-                ("request_id", models.UUIDField(help_text="The id of its message.")),
+                ("request_id", models.UUIDField()),
                 ("answer", models.BinaryField(default=b"")),
                 (
                     "content_type",
@@ -1765,16 +1613,11 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "failed",
-                    models.BooleanField(
-                        default=False, help_text="Whether its request was given up."
-                    ),
+                    models.BooleanField(default=False),
                 ),
                 (
                     "left",
-                    models.BooleanField(
-                        default=False,
-                        help_text="Whether the batch has ended without its answer.",
-                    ),
+                    models.BooleanField(default=False),
                 ),
                 ("answered_at", models.DateTimeField(null=True)),
                 (
@@ -1827,10 +1670,7 @@ class Migration(migrations.Migration):
                 ("body_type", models.CharField(default="", max_length=255)),
                 (
                     "request_id",
-                    models.UUIDField(
-                        help_text="The request that it undoes; empty: a step's own work.",
-                        null=True,
-                    ),
+                    models.UUIDField(null=True),
                 ),
                 (
                     "created_at",
@@ -1840,17 +1680,11 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "cancels",
-                    models.BooleanField(
-                        default=False,
-                        help_text="Whether it cancels the run of a flow that was asked.",
-                    ),
+                    models.BooleanField(default=False),
                 ),
                 (
                     "answered",
-                    models.BooleanField(
-                        default=False,
-                        help_text="Whether the answer to the request has come.",
-                    ),
+                    models.BooleanField(default=False),
                 ),
                 ("confirmed_at", models.DateTimeField(null=True)),
                 (

@@ -30,16 +30,13 @@ class Branch(models.Model):
     )
     number = models.PositiveIntegerField()
     destination = models.CharField(max_length=255)
-    request_id = models.UUIDField(help_text="The id of its message.")
+    request_id = models.UUIDField()
     answer = models.BinaryField(default=b"")
     content_type = models.CharField(max_length=255, default="")
     answer_type = models.CharField(max_length=255, default="")
-    failed = models.BooleanField(
-        default=False, help_text="Whether its request was given up."
-    )
-    left = models.BooleanField(
-        default=False, help_text="Whether the batch has ended without its answer."
-    )
+    failed = models.BooleanField(default=False)
+    #: The batch has ended without its answer.
+    left = models.BooleanField(default=False)
     answered_at = models.DateTimeField(null=True)
 
     class Meta:
@@ -94,9 +91,11 @@ class Batch(models.Model):
     """A group of requests whose run waits until the whole group has ended."""
 
     run = models.ForeignKey(Run, models.CASCADE, related_name="batches")
-    turn = models.UUIDField(unique=True, help_text="The turn of its run until the end.")
-    total = models.PositiveIntegerField(help_text="How many requests it has.")
-    enough = models.PositiveIntegerField(help_text="How many answers end it.")
+    #: The turn of its run until the end.
+    turn = models.UUIDField(unique=True)
+    total = models.PositiveIntegerField()
+    #: How many answers end it.
+    enough = models.PositiveIntegerField()
     created_at = models.DateTimeField(db_default=Now())
 
     class Meta:

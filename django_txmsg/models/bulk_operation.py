@@ -81,26 +81,21 @@ class BulkOperation(models.Model):
     force = models.BooleanField(default=False)
     by = models.CharField(max_length=255, default="")
     why = models.CharField(max_length=255, default="")
-    rate = models.FloatField(
-        null=True, help_text="Messages a second at most; empty: no limit."
-    )
-    tolerates = models.PositiveIntegerField(
-        null=True,
-        help_text="If given, one message goes first, and the operation stops itself "
-        "when more than this many have died again.",
-    )
+    #: Messages a second at most; empty: no limit.
+    rate = models.FloatField(null=True)
+    #: If given, one message goes first, and the operation stops itself when more than
+    #: this many have died again.
+    tolerates = models.PositiveIntegerField(null=True)
+    #: The dead letters whose outcome the next batch waits for.
     watched = models.JSONField(
-        default=list,
-        db_default=models.Value([], output_field=models.JSONField()),
-        help_text="The dead letters whose outcome the next batch waits for.",
+        default=list, db_default=models.Value([], output_field=models.JSONField())
     )
     stopped_why = models.TextField(default="", db_default="")
     total = models.PositiveIntegerField(default=0)
     done = models.PositiveIntegerField(default=0)
     skipped = models.PositiveIntegerField(default=0)
-    skipped_why = models.JSONField(
-        default=dict, help_text="The first skipped ones, with the reason."
-    )
+    #: The first skipped ones, with the reason.
+    skipped_why = models.JSONField(default=dict)
     cursor = models.BigIntegerField(default=0)
     up_to = models.BigIntegerField(default=0)
     batch_size = models.PositiveIntegerField(default=100)
@@ -108,9 +103,8 @@ class BulkOperation(models.Model):
         max_length=16, choices=BulkState.choices, default=BulkState.RUNNING
     )
     created_at = models.DateTimeField(db_default=Now())
-    due_at = models.DateTimeField(
-        db_default=Now(), help_text="The earliest time of the next batch."
-    )
+    #: The earliest time of the next batch.
+    due_at = models.DateTimeField(db_default=Now())
     changed_at = models.DateTimeField(db_default=Now())
     finished_at = models.DateTimeField(null=True)
     last_error = models.TextField(default="")

@@ -86,12 +86,8 @@ class FailureNote(models.Model):
     fingerprint = models.CharField(max_length=64, unique=True)
     note = models.TextField(default="")
     muted = models.BooleanField(default=False)
-    muted_until = models.DateTimeField(
-        null=True, help_text="When the mute ends; empty: never."
-    )
-    muted_above = models.PositiveIntegerField(
-        null=True, help_text="The mute does not apply while more dead letters are open."
-    )
+    muted_until = models.DateTimeField(null=True)
+    muted_above = models.PositiveIntegerField(null=True)
     noted_by = models.CharField(max_length=255, default="")
     noted_at = models.DateTimeField(db_default=Now())
 
@@ -119,7 +115,8 @@ class Attempt(models.Model):
     number = models.PositiveIntegerField()
     worker = models.CharField(max_length=255, default="")
     failed_at = models.DateTimeField(db_default=Now())
-    duration = models.FloatField(null=True, help_text="seconds")
+    #: In seconds.
+    duration = models.FloatField(null=True)
     exception = models.TextField(default="")
     traceback = models.TextField(default="")
     fingerprint = models.CharField(max_length=64, default="")
@@ -236,9 +233,8 @@ class DeadLetter(models.Model):
     traceback = models.TextField(default="")
     fingerprint = models.CharField(max_length=64, default="")
     attempts = models.PositiveIntegerField(default=0)
-    deaths = models.PositiveIntegerField(
-        default=1, help_text="How often this message died at this stage."
-    )
+    #: How often this message died at this stage.
+    deaths = models.PositiveIntegerField(default=1)
     message_created_at = models.DateTimeField(null=True)
     created_at = models.DateTimeField(db_default=Now())
     resolution = models.CharField(
@@ -246,13 +242,10 @@ class DeadLetter(models.Model):
     )
     resolved_at = models.DateTimeField(null=True)
     resolved_by = models.CharField(max_length=255, default="")
-    replaced_by = models.UUIDField(
-        null=True, help_text="The id of the copy that was sent instead."
-    )
-    operation = models.BigIntegerField(
-        null=True,
-        help_text="The last bulk operation that redelivered, discarded or restored it.",
-    )
+    #: The id of the copy that was sent instead.
+    replaced_by = models.UUIDField(null=True)
+    #: The last bulk operation that redelivered, discarded or restored it.
+    operation = models.BigIntegerField(null=True)
 
     objects = DeadLetterManager()
 

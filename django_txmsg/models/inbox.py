@@ -193,62 +193,42 @@ class InboxMessage(models.Model):
     message_id = models.UUIDField()
     destination = models.CharField(max_length=255)
     correlation_id = models.CharField(max_length=255, default="")
-    service = models.CharField(
-        max_length=255, default="", help_text="The service that sent the message."
-    )
-    created_at = models.DateTimeField(
-        null=True, help_text="When its sender stored the message."
-    )
+    #: The service that sent the message.
+    service = models.CharField(max_length=255, default="")
+    #: When its sender stored the message.
+    created_at = models.DateTimeField(null=True)
     deliveries = models.PositiveIntegerField(default=1)
-    attempts = models.PositiveIntegerField(
-        default=0, help_text="Started executions of the handler."
-    )
+    #: Started executions of the handler.
+    attempts = models.PositiveIntegerField(default=0)
     first_received_at = models.DateTimeField(db_default=Now())
     last_received_at = models.DateTimeField(db_default=Now())
-    started_at = models.DateTimeField(
-        null=True, help_text="When the last attempt began."
-    )
+    #: When the last attempt began.
+    started_at = models.DateTimeField(null=True)
     processed_at = models.DateTimeField(null=True)
-    late_at = models.DateTimeField(
-        null=True,
-        help_text="When it was processed, if more than an hour after its receipt.",
-    )
+    #: When it was processed, if more than an hour after its receipt.
+    late_at = models.DateTimeField(null=True)
     dead_at = models.DateTimeField(null=True)
-    revoked_at = models.DateTimeField(
-        null=True,
-        help_text="When the flow that asked for it revoked it; it is never processed.",
-    )
-    due_at = models.DateTimeField(
-        null=True, help_text="Parked until then; empty: not parked."
-    )
+    #: When the flow that asked for it revoked it; it is never processed.
+    revoked_at = models.DateTimeField(null=True)
+    due_at = models.DateTimeField(null=True)
     lease_until = models.DateTimeField(null=True)
     lease_token = models.UUIDField(null=True)
     headers = models.JSONField(null=True)
     body = models.BinaryField(null=True)
     last_error = models.TextField(default="")
-    needs_type = models.CharField(
-        max_length=255,
-        db_default="",
-        help_text="The message type that the parking code could not read.",
-    )
-    needs_version = models.PositiveIntegerField(
-        null=True, help_text="The oldest version of the code that can read it."
-    )
-    key = models.CharField(
-        max_length=255,
-        db_default="",
-        help_text="The key of a message that waits at an ordered stage.",
-    )
-    waits_for = models.UUIDField(
-        null=True, help_text="The predecessor in the order of its key."
-    )
+    #: The message type that the parking code could not read.
+    needs_type = models.CharField(max_length=255, db_default="")
+    #: The oldest version of the code that can read it.
+    needs_version = models.PositiveIntegerField(null=True)
+    #: The key of a message that waits at an ordered stage.
+    key = models.CharField(max_length=255, db_default="")
+    #: The predecessor in the order of its key.
+    waits_for = models.UUIDField(null=True)
     waits_since = models.DateTimeField(null=True)
-    after_at = models.DateTimeField(
-        null=True, help_text="The predecessor's place in the order of its key."
-    )
-    slot = models.BigIntegerField(
-        null=True, help_text="The slot that it waits for, at a stage with a rate."
-    )
+    #: The predecessor's place in the order of its key.
+    after_at = models.DateTimeField(null=True)
+    #: The slot that it waits for, at a stage with a rate.
+    slot = models.BigIntegerField(null=True)
 
     objects = InboxManager()
     #: Of an ordered stage: whose turn it is.

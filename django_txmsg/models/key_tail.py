@@ -74,7 +74,8 @@ class KeyTail(models.Model):
     destination = models.CharField(max_length=255)
     key = models.CharField(max_length=255)
     last_id = models.UUIDField()
-    last_at = models.BigIntegerField(help_text="In microseconds since 1970.")
+    #: In microseconds since 1970.
+    last_at = models.BigIntegerField()
     previous_id = models.UUIDField(null=True)
     previous_at = models.BigIntegerField(null=True)
 

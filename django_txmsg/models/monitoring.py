@@ -123,12 +123,8 @@ class PeriodCount(models.Model):
 
     start = models.DateTimeField()
     series = models.CharField(max_length=16)
-    place = models.CharField(
-        max_length=255,
-        default="",
-        db_default="",
-        help_text="The destination or stage; empty: marks the period as counted.",
-    )
+    #: The destination or stage; empty: marks the period as counted.
+    place = models.CharField(max_length=255, default="", db_default="")
     count = models.BigIntegerField()
 
     class Meta:

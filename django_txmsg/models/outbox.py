@@ -201,26 +201,17 @@ class OutboxMessage(models.Model):
     commits."""
 
     message_id = models.UUIDField()
-    replay_id = models.CharField(
-        max_length=64,
-        default="",
-        help_text="Why this id was stored again: a redelivery, or a replay.",
-    )
-    service = models.CharField(
-        max_length=100,
-        default="",
-        db_default="",
-        help_text="The service that stored this message, and whose relay sends it. "
-        "Empty: stored by an earlier release, any relay sends it.",
-    )
+    #: Why this id was stored again: a redelivery, or a replay.
+    replay_id = models.CharField(max_length=64, default="")
+    #: The service that stored this message, and whose relay sends it. Empty: stored by
+    #: an earlier release, any relay sends it.
+    service = models.CharField(max_length=100, default="", db_default="")
     broker = models.CharField(max_length=64, default="default")
     destination = models.CharField(max_length=255)
     key = models.CharField(max_length=255, default="")
     correlation_id = models.CharField(max_length=255, default="")
-    session_id = models.UUIDField(
-        null=True,
-        help_text="The HTTP session or the stage's run that stored this message.",
-    )
+    #: The HTTP session or the stage's run that stored this message.
+    session_id = models.UUIDField(null=True)
     headers = models.JSONField(default=dict)
     content_type = models.CharField(max_length=255)
     body = models.BinaryField()
@@ -233,21 +224,12 @@ class OutboxMessage(models.Model):
     last_error = models.TextField(default="")
     dispatched_at = models.DateTimeField(null=True)
     dead_at = models.DateTimeField(null=True)
-    cancelled_at = models.DateTimeField(
-        null=True, help_text="When it was cancelled; it is dead from then on."
-    )
-    linked_at = models.DateTimeField(
-        null=True, help_text="When it got its place in the order of its key."
-    )
-    unique_key = models.CharField(  # noqa: DJ001 - most rows have none, and no entry
-        max_length=255,
-        null=True,
-        help_text="Held by this message until a relay claims it, or longer.",
-    )
-    unique_until_processed = models.BooleanField(
-        db_default=False,
-        help_text="Whether it holds its key until a stage here has processed it.",
-    )
+    cancelled_at = models.DateTimeField(null=True)
+    #: When it got its place in the order of its key.
+    linked_at = models.DateTimeField(null=True)
+    #: Held by this message until a relay claims it, or longer.
+    unique_key = models.CharField(max_length=255, null=True)  # noqa: DJ001 - most rows have none, and no entry
+    unique_until_processed = models.BooleanField(db_default=False)
 
     objects = OutboxManager()
 

@@ -150,9 +150,8 @@ class QueueMessage(models.Model):
     available_at = models.DateTimeField(db_default=Now())
     deliveries = models.PositiveIntegerField(default=0)
     lease_token = models.UUIDField(null=True)
-    priority = models.SmallIntegerField(
-        db_default=0, help_text="The priority of a task; higher ones run first."
-    )
+    #: The priority of a task; higher ones run first.
+    priority = models.SmallIntegerField(db_default=0)
 
     objects: ClassVar[QueueManager] = QueueManager()
 

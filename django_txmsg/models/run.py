@@ -199,59 +199,47 @@ class RunManager(SqlManager):
 class Run(models.Model):
     """One run of a flow, in the database of the service that runs the flow."""
 
-    run_id = models.UUIDField(
-        unique=True,
-        help_text="The id of the message that started it. For an edited copy: the id "
-        "of the original.",
-    )
+    #: The id of the message that started it. For an edited copy: the id of the
+    #: original.
+    run_id = models.UUIDField(unique=True)
     service = models.CharField(max_length=100)
     flow = models.CharField(max_length=200)
     key = models.CharField(max_length=255, default="")
-    version = models.PositiveIntegerField(help_text="The version of its state.")
-    state = models.TextField(help_text="JSON.")
-    step = models.CharField(max_length=200, help_text="The step that runs next.")
-    reads = models.TextField(
-        default="",
-        help_text="The types and versions that the step took when the run began to"
-        " wait, one a line.",
-    )
-    otherwise = models.CharField(
-        max_length=200,
-        default="",
-        help_text="The step that runs if the deadline passes or the request is dead.",
-    )
-    turn = models.UUIDField(
-        null=True, help_text="The token of the message that continues the run."
-    )
+    #: The version of its state.
+    version = models.PositiveIntegerField()
+    #: JSON.
+    state = models.TextField()
+    #: The step that runs next.
+    step = models.CharField(max_length=200)
+    #: The types and versions that the step took when the run began to wait, one a line.
+    reads = models.TextField(default="")
+    #: The step that runs if the deadline passes or the request is dead.
+    otherwise = models.CharField(max_length=200, default="")
+    turn = models.UUIDField(null=True)
     waits_for = models.CharField(max_length=16, choices=WaitsFor.choices, default="")
-    asked = models.CharField(
-        max_length=255, default="", help_text="The destination of its request."
-    )
+    #: The destination of its request.
+    asked = models.CharField(max_length=255, default="")
     request_id = models.UUIDField(null=True)
     since = models.DateTimeField(db_default=Now())
-    due_at = models.DateTimeField(null=True, help_text="The deadline of its wait.")
-    resumed_at = models.DateTimeField(
-        null=True, help_text="When a call of resume() for it was stored."
-    )
-    failing = models.BooleanField(
-        default=False, help_text="Whether it is undoing its work."
-    )
-    undos = models.PositiveIntegerField(
-        default=0, help_text="How many undos were registered."
-    )
-    kept_undos = models.PositiveIntegerField(
-        null=True,
-        help_text="While the run goes back to a step: how many of its undos, the "
-        "oldest, stay registered. The answer is then the argument of that step.",
-    )
-    answer = models.TextField(default="", help_text="JSON.")
+    #: The deadline of its wait.
+    due_at = models.DateTimeField(null=True)
+    #: When a call of resume() for it was stored.
+    resumed_at = models.DateTimeField(null=True)
+    #: It is undoing its work.
+    failing = models.BooleanField(default=False)
+    #: How many undos were registered.
+    undos = models.PositiveIntegerField(default=0)
+    #: While the run goes back to a step: how many of its undos, the oldest, stay
+    #: registered. The answer is then the argument of that step.
+    kept_undos = models.PositiveIntegerField(null=True)
+    #: JSON.
+    answer = models.TextField(default="")
     answer_type = models.CharField(max_length=255, default="")
     outcome = models.CharField(max_length=16, choices=Outcome.choices, default="")
-    caller = models.JSONField(
-        default=dict,
-        help_text="The caller's headers, by which the answer reaches the caller.",
-    )
-    first_run = models.UUIDField(help_text="The first run of the conversation.")
+    #: The caller's headers, by which the answer reaches the caller.
+    caller = models.JSONField(default=dict)
+    #: The first run of the conversation.
+    first_run = models.UUIDField()
     hop = models.PositiveIntegerField(default=0)
     baggage = models.JSONField(default=dict)
     correlation_id = models.CharField(max_length=255, default="")
@@ -337,21 +325,18 @@ class FlowStep(models.Model):
 
     run = models.ForeignKey(Run, models.CASCADE, related_name="steps")
     step = models.CharField(max_length=200)
-    message_id = models.UUIDField(help_text="The message that continued the run.")
+    #: The message that continued the run.
+    message_id = models.UUIDField()
     created_at = models.DateTimeField(db_default=Now())
     version = models.PositiveIntegerField()
-    state = models.TextField(help_text="JSON, after the step.")
-    then = models.CharField(
-        max_length=300, default="", help_text="What the run waits for next."
-    )
-    undos = models.PositiveIntegerField(
-        default=0, db_default=0, help_text="How many undos were registered by then."
-    )
-    left = models.BooleanField(
-        default=False,
-        db_default=False,
-        help_text="Whether the run has gone back to before this step.",
-    )
+    #: JSON, after the step.
+    state = models.TextField()
+    #: What the run waits for next.
+    then = models.CharField(max_length=300, default="")
+    #: How many undos were registered by then.
+    undos = models.PositiveIntegerField(default=0, db_default=0)
+    #: The run has gone back to before this step.
+    left = models.BooleanField(default=False, db_default=False)
 
     class Meta:
         verbose_name = "step of a run"
@@ -375,16 +360,12 @@ class FlowUndo(models.Model):
     destination = models.CharField(max_length=255)
     body = models.BinaryField()
     body_type = models.CharField(max_length=255, default="")
-    request_id = models.UUIDField(
-        null=True, help_text="The request that it undoes; empty: a step's own work."
-    )
+    #: The request that it undoes; empty: a step's own work.
+    request_id = models.UUIDField(null=True)
     created_at = models.DateTimeField(db_default=Now())
-    cancels = models.BooleanField(
-        default=False, help_text="Whether it cancels the run of a flow that was asked."
-    )
-    answered = models.BooleanField(
-        default=False, help_text="Whether the answer to the request has come."
-    )
+    #: It cancels the run of a flow that was asked.
+    cancels = models.BooleanField(default=False)
+    answered = models.BooleanField(default=False)
     confirmed_at = models.DateTimeField(null=True)
 
     class Meta:

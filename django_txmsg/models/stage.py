@@ -297,10 +297,13 @@ class RateLine(models.Model):
     """The slots of a stage with a rate, for one key."""
 
     stage = models.CharField(max_length=255)
-    key = models.CharField(max_length=32, help_text="A digest of the header's value.")
-    origin = models.FloatField(help_text="When slot 0 is due, in seconds since 1970.")
-    period = models.FloatField(help_text="Seconds from one slot to the next.")
-    taken = models.BigIntegerField(help_text="Slots taken so far.")
+    #: A digest of the header's value.
+    key = models.CharField(max_length=32)
+    #: When slot 0 is due, in seconds since 1970.
+    origin = models.FloatField()
+    #: Seconds from one slot to the next.
+    period = models.FloatField()
+    taken = models.BigIntegerField()
 
     objects = RateLineManager()
 
