@@ -4,17 +4,19 @@ packages of its extras, such as `[celery]`."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str]
+    package: str, modules: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the package's `__getattr__` and `__dir__`. `homes` maps each public name
-    to its module, relative to the package."""
+    """Return the package's `__getattr__` and `__dir__`. `modules` maps modules,
+    relative to the package, to their public names. The last module with a name counts.
+    """
+    homes = {name: module for module, names in modules.items() for name in names}
 
     def get(name: str) -> Any:
         if name not in homes:

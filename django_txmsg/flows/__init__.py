@@ -63,19 +63,11 @@ __all__ = [
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    dict.fromkeys(__all__, ".values")
-    | {
-        "AlreadyResumed": "..errors",
-        "AlreadyRunning": "..errors",
-        "Flow": ".flow",
-        "FlowView": ".starting",
-        "aask": ".starting",
-        "ask": ".starting",
-        "batch": ".starting",
-        "cancel": ".sending",
-        "resume": ".sending",
-        "signal": ".flow",
-        "start": ".starting",
-        "step": ".flow",
+    {
+        ".values": __all__,
+        "..errors": ["AlreadyResumed", "AlreadyRunning"],
+        ".flow": ["Flow", "signal", "step"],
+        ".sending": ["cancel", "resume"],
+        ".starting": ["FlowView", "aask", "ask", "batch", "start"],
     },
 )

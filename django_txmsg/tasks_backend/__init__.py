@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["TransactionalBackend"]
 
 
-__getattr__, __dir__ = lazy_names(__name__, {"TransactionalBackend": ".backend"})
+__getattr__, __dir__ = lazy_names(__name__, {".backend": __all__})
 
 
 def stages() -> Iterator[Stage]:

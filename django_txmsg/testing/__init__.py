@@ -33,13 +33,10 @@ __all__ = [
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    dict.fromkeys(__all__, ".draining")
-    | {
-        "ARTEMIS": ".profiles",
-        "CLASSIC": ".profiles",
-        "RABBITMQ": ".profiles",
-        "Profile": ".profiles",
-        "ReceivedFrame": ".broker_state",
-        "ScriptedBroker": ".scripted_broker",
+    {
+        ".draining": __all__,
+        ".broker_state": ["ReceivedFrame"],
+        ".profiles": ["ARTEMIS", "CLASSIC", "RABBITMQ", "Profile"],
+        ".scripted_broker": ["ScriptedBroker"],
     },
 )
