@@ -17,7 +17,15 @@ from django.db.models.functions import Now
 
 from .. import wire
 from ..errors import TxmsgError
-from .fields import Later, MessageKey, SqlManager, given_sql, now_sql, read_uuid
+from .fields import (
+    Later,
+    MessageKey,
+    SqlManager,
+    given_sql,
+    not_blank,
+    now_sql,
+    read_uuid,
+)
 
 # An operator's note about an error, for all dead letters with its fingerprint.
 #
@@ -297,11 +305,7 @@ class DeadLetter(models.Model):
                 condition=Q(resolution="open"),
                 name="txmsg_dead_groups",
             ),
-            models.Index(
-                fields=["correlation_id"],
-                condition=~Q(correlation_id=""),
-                name="txmsg_dead_correlation",
-            ),
+            not_blank("correlation_id", "txmsg_dead_correlation"),
             # The first of each error is found by one entry.
             models.Index(fields=["fingerprint", "created_at"], name="txmsg_dead_error"),
             models.Index(MessageKey("headers"), name="txmsg_dead_key"),

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from django.db import connections, models
-from django.db.models import F
+from django.db.models import F, Q
 from django.utils import timezone
 
 from .. import wire
@@ -249,6 +249,17 @@ class SqlManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
         with connections[self.db].cursor() as cursor:
             cursor.execute(sql, parameters)
             return cursor.fetchone()
+
+
+def not_null(field: str, name: str) -> models.Index:
+    """Return an index of the rows in which a field is not NULL."""
+    condition = Q(**{f"{field}__isnull": False})
+    return models.Index(fields=[field], condition=condition, name=name)
+
+
+def not_blank(field: str, name: str) -> models.Index:
+    """Return an index of the rows in which a text is not empty."""
+    return models.Index(fields=[field], condition=~Q(**{field: ""}), name=name)
 
 
 # Rules in querysets: `filter(Holds(outbox.DUE, now=Now()))`.

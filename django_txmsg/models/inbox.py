@@ -17,7 +17,7 @@ from django.db.models.functions import Now
 from .. import wire
 from ..rules import Rule
 from ..rules.inbox import BLOCKED, NEEDS_NEWER_CODE, OPEN
-from .fields import ids_sql, now_sql
+from .fields import ids_sql, not_blank, not_null, now_sql
 from .inbox_arrival import EMPTIED, ArrivalManager, processed_sql
 from .inbox_order import OrderManager
 from .inbox_parking import ParkingManager
@@ -281,22 +281,10 @@ class InboxMessage(models.Model):
                 condition=~Q(key=""),
                 name="txmsg_inbox_key",
             ),
-            models.Index(
-                fields=["dead_at"],
-                condition=Q(dead_at__isnull=False),
-                name="txmsg_inbox_dead",
-            ),
-            models.Index(
-                # With the index of `last_received_at`, finds what was processed lately.
-                fields=["late_at"],
-                condition=Q(late_at__isnull=False),
-                name="txmsg_inbox_late",
-            ),
-            models.Index(
-                fields=["correlation_id"],
-                condition=~Q(correlation_id=""),
-                name="txmsg_inbox_correlation",
-            ),
+            not_null("dead_at", "txmsg_inbox_dead"),
+            # With the index of `last_received_at`, finds what was processed lately.
+            not_null("late_at", "txmsg_inbox_late"),
+            not_blank("correlation_id", "txmsg_inbox_correlation"),
         ]
 
     def __str__(self) -> str:

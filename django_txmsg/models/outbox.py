@@ -21,7 +21,7 @@ from django.db.models.lookups import IsNull
 from .. import conf
 from ..rules import LEASED, NOT_LEASED, inbox
 from ..rules import outbox as rules
-from .fields import SqlManager, ids_sql, later_sql, now_sql
+from .fields import SqlManager, ids_sql, later_sql, not_blank, not_null, now_sql
 from .inbox import InboxMessage
 from .outbox_claim import ClaimingManager
 from .outbox_store import StoringManager
@@ -282,16 +282,8 @@ class OutboxMessage(models.Model):
                 condition=PENDING & Q(session_id__isnull=False),
                 name="txmsg_outbox_session",
             ),
-            models.Index(
-                fields=["correlation_id"],
-                condition=~Q(correlation_id=""),
-                name="txmsg_outbox_correlation",
-            ),
-            models.Index(
-                fields=["dead_at"],
-                condition=Q(dead_at__isnull=False),
-                name="txmsg_outbox_dead",
-            ),
+            not_blank("correlation_id", "txmsg_outbox_correlation"),
+            not_null("dead_at", "txmsg_outbox_dead"),
         ]
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ from .fields import (
     epoch_sql,
     given_sql,
     later_sql,
+    not_null,
     read_instant,
     read_uuid,
 )
@@ -271,11 +272,7 @@ class Run(models.Model):
                 name="txmsg_run_due",
             ),
             models.Index(fields=["flow", "key"], name="txmsg_run_key"),
-            models.Index(
-                fields=["ended_at"],
-                condition=Q(ended_at__isnull=False),
-                name="txmsg_run_ended",
-            ),
+            not_null("ended_at", "txmsg_run_ended"),
             models.Index(
                 fields=["service", "flow"],
                 condition=Q(ended_at__isnull=True),
@@ -374,13 +371,7 @@ class FlowUndo(models.Model):
         constraints = [
             models.UniqueConstraint(fields=["run", "number"], name="txmsg_undo_number")
         ]
-        indexes = [
-            models.Index(
-                fields=["request_id"],
-                condition=Q(request_id__isnull=False),
-                name="txmsg_undo_request",
-            )
-        ]
+        indexes = [not_null("request_id", "txmsg_undo_request")]
 
     def __str__(self) -> str:
         return f"undo {self.number} by {self.destination}"
