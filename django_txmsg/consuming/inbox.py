@@ -286,13 +286,26 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     at_once = isinstance(error, NewerCodeNeeded) or error.reason in NAMELESS
     # If it came before, `_recorded()` has already waited for its turn.
     if arrival.turn is None or at_once or arrival.came_before:
-        return unreadable(arrival, error)
+        return Duplicate() if _is_a_copy(arrival) else unreadable(arrival, error)
     message = decoding.envelope(arrival.delivery, arrival.stage)
     rows = arrival.inbox.record(arrival.stage.name, [message], together=True)
     if arrival.count(rows[message.id], attempt=False).settled:
         return Duplicate()
     waiting = arrival.mode.out_of_turn(arrival, attempts=0)
     return waiting or unreadable(arrival, error)
+
+
+def _is_a_copy(arrival: Arrival) -> bool:
+    """Return whether an unreadable arrival has the id of a message that the stage has
+    processed, buried or parked. The arrival is then a duplicate, as if it could be
+    read: this code may be older than the code that read the first copy. A dead letter
+    would raise an alarm about a processed message, and its answer would revoke a parked
+    one. If the row of the id is still open, the arrival is buried with that row."""
+    if arrival.parked is not None:
+        return False
+    record = arrival.inbox.known(arrival.stage.name, arrival.message_id)
+    arrival.record = record
+    return record is not None and record.settled
 
 
 def _given_back(arrival: Arrival) -> Interrupted:

@@ -166,11 +166,12 @@ class InboxManager(ArrivalManager, ParkingManager):
         is no dead letter.
 
         Returns 0 if the message is already processed or dead. Also returns 0 if its
-        lease, `token`, has ended and another worker has claimed the message.
+        lease, `token`, has ended and another worker has claimed the message. Without
+        `token`, returns 0 if the message is parked: its row has the only copy.
         """
         rows = self.filter(pk=pk, processed_at=None, dead_at=None)
-        if token is not None:
-            rows = rows.filter(lease_token=token)
+        held = {"due_at": None} if token is None else {"lease_token": token}
+        rows = rows.filter(**held)
         changed: int = rows.update(
             dead_at=Now(),
             revoked_at=Now() if revoked else None,

@@ -166,6 +166,13 @@ class ArrivalManager(SqlManager):
         row = self._row(sql, [pk, stage, message_id.hex])
         return None if row is None else read_record(row)
 
+    def known(self, stage: str, message_id: uuid.UUID) -> InboxRecord | None:
+        """Return the record of a message without counting an arrival, or None if the
+        inbox does not know the message."""
+        sql = self._finding("stage = %s AND message_id = %s")
+        row = self._row(sql, [stage, message_id.hex])
+        return None if row is None else read_record(row)
+
     def _finding(self, condition: str) -> str:
         columns = RECORD_COLUMNS.format(now=now_sql(connections[self.db]))
         return f"SELECT {columns} FROM {self._table} WHERE {condition}"  # noqa: S608 - constants only

@@ -17,7 +17,15 @@ from django_txmsg.dead_letters import bulk
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage
-from tests.running import Script, committing, declared, put, step, txmsg
+from tests.running import (
+    Script,
+    committing,
+    declared,
+    put,
+    record_lost_at,
+    step,
+    txmsg,
+)
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -194,3 +202,84 @@ def test_headers_that_are_no_text_in_the_other_queues_we_read() -> None:
         Consumer([]).run(once=True)
     assert not QueueMessage.objects.exists()
     assert DeadLetter.objects.count() == len(no_text())
+
+
+#: What nobody can read, also if its id is that of another message.
+UNREADABLE = ["cut off", "no media type", "headers too large"]
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_unreadable_message_with_the_id_of_a_parked_one_leaves_it_parked(
+    case: str,
+) -> None:
+    """The parked message has no other copy. The unreadable message is a request, whose
+    dead letter would revoke the message with its id."""
+    body, headers = BAD[case]
+    script = Script(ValueError("once"))
+    with declared(script) as stage:
+        parked = put(stage.destination)
+        step(stage)
+        asks = {wire.REPLY_TO: "tests.flow.steps", wire.TICKET: "1"}
+        put(stage.destination, body, {**headers, **asks, "txmsg-id": str(parked)})
+        step(stage, parked=False)
+        assert not QueueMessage.objects.filter(queue=stage.destination).exists()
+        assert not DeadLetter.objects.exists()
+        step(stage)
+    assert script.attempts == [1, 2]
+    assert InboxMessage.objects.get().processed_at is not None
+
+
+@pytest.mark.parametrize("transaction", ["outbox", "none"])
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_unreadable_copy_of_a_processed_message_is_a_duplicate(
+    case: str, transaction: str
+) -> None:
+    """The relay has sent the message twice, and older code receives the second copy."""
+    got: list[Message] = []
+    body, headers = BAD[case]
+    with declared(got.append, transaction=transaction) as stage:
+        message_id = put(stage.destination)
+        step(stage)
+        put(stage.destination, body, {**headers, "txmsg-id": str(message_id)})
+        step(stage)
+        assert not QueueMessage.objects.filter(queue=stage.destination).exists()
+    assert [one.id for one in got] == [message_id]
+    assert not DeadLetter.objects.exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"ordered": "skip"}])
+def test_unreadable_copy_of_an_open_message_is_buried_with_its_row(
+    options: dict[str, str],
+) -> None:
+    """The worker of the first copy may be dead, and this copy may be the only one."""
+    headers = {"content-type": "nonsense", wire.KEY: "k"}
+    with declared(lambda message: None, **options) as stage:
+        row = InboxMessage.objects.create(
+            stage=stage.name, message_id=uuid.uuid4(), destination=stage.destination
+        )
+        put(stage.destination, b"x", {**headers, "txmsg-id": str(row.message_id)})
+        step(stage)
+    assert DeadLetter.objects.get().message_id == row.message_id
+    row.refresh_from_db()
+    assert row.dead_at is not None
+
+
+def test_unreadable_copy_of_a_message_that_is_just_being_parked_leaves_it() -> None:
+    """The worker of the first copy parks it after the worker of the unreadable copy has
+    seen the open row."""
+    with declared(lambda message: None) as stage:
+        row = InboxMessage.objects.create(
+            stage=stage.name, message_id=uuid.uuid4(), destination=stage.destination
+        )
+        headers = {"content-type": "nonsense", "txmsg-id": str(row.message_id)}
+        put(stage.destination, b"x", headers)
+        parks = "due_at = CURRENT_TIMESTAMP, headers = '{}', body = ''"
+        with record_lost_at(
+            "UPDATE django_txmsg_inboxmessage SET dead_at",
+            f"UPDATE django_txmsg_inboxmessage SET {parks}",
+        ):
+            step(stage, parked=False)
+        assert not QueueMessage.objects.filter(queue=stage.destination).exists()
+    row.refresh_from_db()
+    assert (row.dead_at, row.body is not None) == (None, True)
+    assert not DeadLetter.objects.exists()
