@@ -4,6 +4,7 @@ sockets."""
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -98,6 +99,19 @@ def test_a_heartbeat_never_blocks_and_is_written_whole(
         reader.join()
     beats = bytes(line.read.removesuffix(b"the end"))
     assert beats == frames.HEARTBEAT * (len(beats) // len(frames.HEARTBEAT))
+
+
+def test_a_header_nested_to_any_depth_is_text_or_a_problem() -> None:
+    """RabbitMQ delivers such a header. An error would end the stage's connection, and
+    the stage would receive the message again for ever."""
+    for depth in range(1, 1200):
+        value = b"D\0\0\0\0\1"
+        for _ in range(depth):
+            value = b"A" + struct.pack(">I", len(value)) + value
+        table = b"\1n" + value
+        reader = frames.Reader(b"\x20\0" + struct.pack(">I", len(table)) + table)
+        headers = reader.headers()
+        assert reader.problem or headers["n"] == "[" * depth + '"1"' + "]" * depth
 
 
 class Beating:

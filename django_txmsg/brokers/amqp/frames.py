@@ -127,9 +127,6 @@ class Reader:
             self._read(found)
         except (struct.error, ValueError, ArithmeticError, RecursionError) as error:
             self.problem = self.problem or f"its properties cannot be read: {error}"
-        for name, value in self.table.items():
-            if name not in _ROUTES or isinstance(value, str):
-                found.setdefault(name, text(value))
         if not self.problem and _UNSTORABLE.search("".join([*found, *found.values()])):
             self.problem = "its headers have a NUL or half of a surrogate pair"
         return found
@@ -141,6 +138,9 @@ class Reader:
                 continue
             if kind == "table":
                 self.table = self._fields(self._at + 4 + self._number(">I"))
+                for key, value in self.table.items():
+                    if key not in _ROUTES or isinstance(value, str):
+                        found.setdefault(key, text(value))
             elif kind == "text":
                 found[name] = self._text(self._number(">B"))
             elif name == "persistent":
