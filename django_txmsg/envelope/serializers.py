@@ -23,6 +23,9 @@ from ..errors import DecodeError, InvalidMessage
 #: Charsets of domain names. Python takes hours to decode a body of 16 MB in them.
 _SLOW_CHARSETS = frozenset({"idna", "punycode"})
 
+#: Other names are refused unseen: Python keeps every name that it looks up, for ever.
+_CHARSET_NAME = re.compile(r"[\w.:\- ]{1,40}", re.ASCII)
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -56,7 +59,8 @@ def decode(body: bytes, content_type: str) -> Any:
     if media_type.startswith("text/"):
         charset = _charset(parameters)
         try:
-            if codecs.lookup(charset).name in _SLOW_CHARSETS:
+            named = _CHARSET_NAME.fullmatch(charset)
+            if not named or codecs.lookup(charset).name in _SLOW_CHARSETS:
                 raise LookupError("this charset is refused")
             text = body.decode(charset)
             text.encode()  # some charsets permit lone surrogates

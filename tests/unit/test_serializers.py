@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import decimal
+import encodings
 import uuid
 
 import pytest
@@ -48,6 +49,20 @@ def test_text_in_charset_of_domain_names_is_refused_as_unknown_charset_is(
         serializers.decode(b"abc", f"text/plain; charset={charset}")
     assert refused.value.reason == "undecodable_body"
     assert serializers.decode(b"abc", "text/plain; charset=koi8-u") == "abc"
+
+
+@pytest.mark.parametrize("charset", ["x" * 100_000, "x" * 41, "no\ttext", "\xe9"])
+def test_a_name_that_no_charset_has_is_not_remembered(charset: str) -> None:
+    """Python remembers every name that it looks up. A sender can choose other names
+    without end."""
+    with pytest.raises(DecodeError, match="not text in"):
+        serializers.decode(b"abc", f"text/plain; charset={charset}")
+    assert charset not in encodings._cache  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("charset", ["ISO_8859-1:1987", "latin 1", '"Shift_JIS"'])
+def test_names_of_charsets_are_found(charset: str) -> None:
+    assert serializers.decode(b"abc", f"text/plain; charset={charset}") == "abc"
 
 
 @pytest.mark.parametrize(
