@@ -56,12 +56,12 @@ class Failure:
         )
 
     @classmethod
-    def because(cls, reason: str, detail: str) -> Failure:
+    def because(cls, reason: str, detail: str, kind: str = "") -> Failure:
         """Return the stored form of a failure that no exception has caused: this
         package or the broker has refused the message. The fingerprint is computed from
-        the reason and from the text without its numbers and ids. So all refusals of one
-        kind have the same fingerprint."""
-        same = _VARIABLE.sub("#", storable(detail)[:MAX_EXCEPTION].lower())
+        the reason and from the text without its numbers and ids, or from `kind` in
+        place of the text. So all refusals of one kind have the same fingerprint."""
+        same = _VARIABLE.sub("#", storable(kind or detail)[:MAX_EXCEPTION].lower())
         digest = hashlib.sha256(f"2|{reason}|{same}".encode()).hexdigest()
         return cls(_cut(storable(detail), MAX_EXCEPTION), "", digest[:16])
 

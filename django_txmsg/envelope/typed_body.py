@@ -145,7 +145,7 @@ class BodyReader:
         if known is None:
             raise DecodeError(
                 "invalid_body",
-                f"txmsg-type: {given.name} is unknown here; "
+                f"txmsg-type: {given.name!r} is unknown here; "
                 f"known: {', '.join(sorted(self._types))}",
             )
         if known.name and known.version < given.oldest_reader:

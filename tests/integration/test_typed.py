@@ -123,6 +123,7 @@ def from_cents(body: dict[str, Any]) -> dict[str, Any]:
     return body | {"amount": str(Decimal(body.pop("cents")) / 100)}
 
 
+JSON = {"content-type": "application/json"}
 ORDER = Second("A-1", Decimal("12345678901234567.890"))
 UPGRADED = Second("A-1", Decimal("9.9"))
 
@@ -208,6 +209,29 @@ def test_bodies_that_are_wrong_in_the_same_way_are_one_group() -> None:
 
     prints = list(DeadLetter.objects.values_list("exception", "fingerprint"))
     assert len(set(prints)) == 2
+
+
+def test_what_a_sender_writes_into_a_header_makes_no_group_of_its_own() -> None:
+    given: list[tuple[str, dict[str, str]]] = [
+        (f"unknown {name}", {"txmsg-type": name}) for name in ("a.B", "c.D")
+    ]
+    given += [
+        (f"not JSON {kind}", {"content-type": kind})
+        for kind in ("a/b", "it's/c", 'a/"d"', "a/'b\"c")
+    ]
+    given += [
+        (f"no type {text}", {"txmsg-type": text})
+        for text in ("no type", "it's none", "a\\'b\"")
+    ]
+    with declared(second) as stage:
+        for body, header in given:
+            put(stage.destination, body.encode(), {**JSON, **header})
+        step(stage, times=len(given))
+
+    letters = DeadLetter.objects.filter(reason="invalid_body")
+    assert letters.count() == len(given)
+    assert letters.values("fingerprint").distinct().count() == 3
+    assert letters.filter(exception__contains="c.D").exists(), "it is still named"
 
 
 def test_unreadable_body_stops_no_stage() -> None:

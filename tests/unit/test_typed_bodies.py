@@ -312,7 +312,7 @@ def test_the_header_selects_the_member_of_a_union() -> None:
     assert isinstance(read(union, {"text": "a"}, "typed.Note;v=1;min=1"), Note)
     unknown = refused(union, {"text": "a"}, "typed.Other;v=1;min=1")
     assert str(unknown) == (
-        "txmsg-type: typed.Other is unknown here; known: typed.Note, typed.Order"
+        "txmsg-type: 'typed.Other' is unknown here; known: typed.Note, typed.Order"
     )
     assert "one of typed.Note, typed.Order" in str(refused(union, {"text": "a"}))
 
