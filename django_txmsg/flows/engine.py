@@ -13,7 +13,7 @@ import uuid
 
 from .. import codecs, conf, wire
 from ..envelope.message import Message, carried
-from ..errors import DecodeError
+from ..errors import ConfigurationError, DecodeError
 from ..models import Run
 from ..models.fields import clock
 from ..models.run import Outcome, WaitsFor
@@ -21,7 +21,7 @@ from ..sending.answering import Address
 from ..sending.undoing import given_up, revoke
 from . import joining
 from .declaration import Declaration
-from .going import Going, late
+from .going import Going, checked, late
 from .sending import send_signal
 from .values import Cancelled, Fail
 
@@ -88,7 +88,11 @@ def go_on(declared: Declaration, message: Message) -> None:
 
 
 def _signalled(declared: Declaration, message: Message) -> None:
-    _, name, at, key = message.conversation[wire.TICKET].split(";", 3)
+    try:
+        _, name, at, key = message.conversation[wire.TICKET].split(";", 3)
+        sent = wire.parse_instant(at)
+    except ValueError:
+        raise DecodeError("ticket", "it names no signal, instant and key") from None
     runs = Run.objects.using(declared.using).filter(
         service__in=conf.get().services, flow=declared.name, key=key
     )
@@ -102,7 +106,7 @@ def _signalled(declared: Declaration, message: Message) -> None:
         return
     now = clock(declared.using)
     # A time in the future, from another system, would never become too old.
-    since = min(wire.parse_instant(at), now)
+    since = min(sent, now)
     if run is not None or runs.filter(ended_at__gte=since).exists():
         late(declared, message, None if run is None else run.run_id)
         return
@@ -188,11 +192,17 @@ def _back(message: Message) -> dict[str, str]:
 
 
 def _baggage(message: Message) -> dict[str, str]:
-    return {
+    """Return the baggage in a message's headers. Raises DecodeError if the run could
+    not send it with its own messages: another attempt would not help."""
+    given = {
         name.removeprefix(wire.PROP): carried(value)
         for name, value in message.conversation.items()
         if name.startswith(wire.PROP)
     }
+    try:
+        return checked(given)
+    except ConfigurationError as error:
+        raise DecodeError("malformed_headers", str(error)) from None
 
 
 def _uuid(text: str | None) -> uuid.UUID | None:

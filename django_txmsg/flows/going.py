@@ -236,7 +236,7 @@ class Going:
         """Store the changes of the run, and a row of its history."""
         run, using = self.run, self.declared.using
         run.state, run.version = self.declared.encode(self._flow), self.declared.version
-        run.baggage, run.hop = _checked(self._flow.baggage), self._hop
+        run.baggage, run.hop = checked(self._flow.baggage), self._hop
         moved = run.turn != self._turn
         if moved:
             waiting = self.declared.steps.get(run.step)
@@ -274,7 +274,7 @@ class Going:
         return self.declared.continue_run(self.run, turn, body, given, to=to, **more)
 
     def _headers(self) -> dict[str, str]:
-        given = {wire.PROP + k: v for k, v in _checked(self._flow.baggage).items()}
+        given = {wire.PROP + k: v for k, v in checked(self._flow.baggage).items()}
         given[wire.FLOW] = str(self.run.first_run)
         given[wire.HOP] = str(self._hop + 1)
         return given
@@ -334,7 +334,7 @@ class Going:
                 run_id=asked.id,
                 caller=run.caller,
                 first_run=run.first_run,
-                baggage=_checked(self._flow.baggage),
+                baggage=checked(self._flow.baggage),
                 correlation_id=run.correlation_id,
             ).save(using=other.using, force_insert=True)
         undos.forget(run)
@@ -422,7 +422,7 @@ def _then(run: Run) -> str:
     return (waits or str(run.outcome))[:300]
 
 
-def _checked(baggage: dict[str, str]) -> dict[str, str]:
+def checked(baggage: dict[str, str]) -> dict[str, str]:
     """Return a copy of the baggage, the headers that all messages of a flow have.
     Raises ConfigurationError for values that are invalid in a header."""
     for name, value in baggage.items():

@@ -118,6 +118,8 @@ class Over:
     why: str
 
 
+JSON = {"content-type": "application/json", "txmsg-id": str(uuid.uuid4())}
+
 ask_for = Destination("rules.do", Ruled, reply=Ruled)
 take_back = Destination("rules.undo", Ruled)
 
@@ -400,6 +402,33 @@ def test_a_message_with_the_correlation_id_of_nothing_is_dead_at_once(
         ("ticket", 1),
         ("ticket", 1),
     ]
+
+
+@pytest.mark.usefixtures("undone")
+@pytest.mark.parametrize("ticket", ["signal;", "signal;x", "signal;x;yesterday;k"])
+def test_a_malformed_ticket_of_a_signal_is_dead_at_once(ticket: str) -> None:
+    put("rules.flow.steps", headers={**JSON, wire.TICKET: ticket})
+    take(stages.find(["rules.flow.steps"])[0])
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("ticket", 1)
+
+
+@pytest.mark.usefixtures("undone")
+@pytest.mark.parametrize(
+    ("name", "value"), [("\xe9", "a"), ("", "a"), ("a", "b\nc"), ("a", "b" * 5000)]
+)
+def test_baggage_that_no_message_can_carry_is_dead_at_once(
+    name: str, value: str
+) -> None:
+    caller = {wire.REPLY_TO: "another.steps", wire.TICKET: "1"}
+    headers = {**JSON, **caller, wire.PROP + name: value}
+    put("rules.flow", b'{"number": 1}', headers)
+    take(stages.find(["rules.flow"])[0])
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("malformed_headers", 1)
+    assert not Run.objects.exists()
+    answer = OutboxMessage.objects.get(destination="another.steps")
+    assert bytes(answer.body) == b'{"reason":"malformed_headers"}'
 
 
 def test_a_request_that_is_unreadable_is_answered_at_once_and_revoked(
