@@ -94,7 +94,7 @@ class ControlMessage:
             if using not in connections:
                 raise ValueError(f"there is no database {using!r}")
             return cls(
-                id=headers[wire.MESSAGE_ID],
+                id=str(uuid.UUID(headers[wire.MESSAGE_ID])),
                 session_id=uuid.UUID(headers[SESSION]),
                 using=using,
                 oracle="" if signed is None else headers[ORACLE],

@@ -24,6 +24,7 @@ from django.utils import timezone
 
 from .. import conf, rules, signals
 from ..brokers.base import Delivery
+from ..envelope.failure import stored_text
 from ..errors import BrokerError
 from ..models import OutboxMessage, SessionRecord
 from ..models.fields import Holds
@@ -73,7 +74,9 @@ class Look:
         return time.monotonic() - self.stuck_since < conf.get().RELAY.LEASE + PATIENCE
 
 
-_looks: OrderedDict[str, Look] = OrderedDict()
+#: The checks of each control message, by its id and whether it is signed: an unsigned
+#: message with the id of a signed one must not end its checks.
+_looks: OrderedDict[tuple[str, bool], Look] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -81,11 +84,11 @@ def remember(control: ControlMessage) -> Look:
     """Count one more check of the session that a control message names, and return the
     state of these checks."""
     with _lock:
-        look = _looks.pop(control.id, None)
+        look = _looks.pop((control.id, control.signed), None)
         if look is None:
             since = (timezone.now() - control.sent_at).total_seconds()
             look = Look(transit_time=max(0.0, since))
-        _looks[control.id] = look
+        _looks[control.id, control.signed] = look
         while len(_looks) > REMEMBERED:
             _looks.popitem(last=False)
         look.attempts += 1
@@ -95,7 +98,7 @@ def remember(control: ControlMessage) -> Look:
 def forget(control: ControlMessage) -> None:
     """Remove the state of a session's checks, because no further check is needed."""
     with _lock:
-        _looks.pop(control.id, None)
+        _looks.pop((control.id, control.signed), None)
 
 
 log = logging.getLogger("django_txmsg.control")
@@ -165,7 +168,7 @@ def handle(delivery: Delivery, dispatch: Dispatch, stop: threading.Event) -> Non
     try:
         control = ControlMessage.read(delivery)
     except ValueError as error:
-        log.error("dropped an unreadable control message: %s", error)
+        log.error("dropped an unreadable control message: %s", stored_text(error, 300))
         _tell(None, "unreadable", Look(attempts=1))
         return
     look = remember(control)

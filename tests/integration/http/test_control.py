@@ -471,6 +471,7 @@ def test_a_broker_that_is_down_is_asked_again(arrivals, heard) -> None:
         {"txmsg-using": "nowhere"},
         {"txmsg-created": "yesterday"},
         {"txmsg-session": None},
+        {"txmsg-id": "nonsense"},
         {"body": b"what is this?"},
     ],
 )
@@ -484,6 +485,36 @@ def test_an_unreadable_control_message_is_dropped(
     assert heard["handled"][0]["outcome"] == "unreadable"
     assert "unreadable control message" in caplog.text
     assert not DeadLetter.objects.exists()
+
+
+@pytest.mark.parametrize("name", ["txmsg-using", "txmsg-created", "txmsg-id"])
+def test_a_control_message_of_any_size_is_logged_in_one_short_line(
+    arrivals, caplog, name
+) -> None:
+    _forge(uuid.uuid4(), sign=False, **{name: "x" * 1_000_000})
+    handle(arrivals.receive(30))
+
+    assert "unreadable control message" in caplog.text
+    assert len(caplog.text) < 1_000
+
+
+def test_an_unsigned_message_with_the_id_of_another_does_not_end_its_checks(
+    arrivals, heard
+) -> None:
+    session, message_id = uuid.uuid4(), str(uuid.uuid4())
+    for signed in (True, False):
+        _forge(
+            session if signed else uuid.uuid4(), sign=signed, **{"txmsg-id": message_id}
+        )
+    genuine, forged = arrivals.receive(30), arrivals.receive(30)
+    with pytest.raises(control_receive.LookAgain):
+        handle(genuine)
+    handle(forged)
+    SessionRecord.objects.commit(session)
+    handle(genuine)
+
+    ended = [(one["outcome"], one["attempts"]) for one in heard["handled"]]
+    assert ended == [("unsigned", 1), ("already_dispatched", 2)]
 
 
 @pytest.mark.parametrize(
