@@ -59,7 +59,8 @@ def matching(
 
 
 def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
-    """Return the dead letters, in any state, that match `filters`."""
+    """Return the dead letters, in any state, that match `filters`. Raises TxmsgError if
+    a filter is unknown, blank, or has too many ids."""
     unknown = filters.keys() - {*FILTERS}
     if unknown:
         raise TxmsgError(
@@ -68,6 +69,11 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
         )
     letters = DeadLetter.objects.using(using)
     if "ids" in filters:
+        if (number := len(filters["ids"])) > MOST_IDS:
+            raise TxmsgError(
+                f"{number:,} dead letters are too many to select by id (at most "
+                f"{MOST_IDS:,}): choose them by a filter."
+            )
         # Ids that a row can have.
         ids = [one for one in filters["ids"] if 0 < one < 2**63]
         letters = letters.filter(OneOf("pk", ids))
@@ -138,16 +144,6 @@ def filter_text(filters: Mapping[str, Any]) -> str:
         else:
             parts.append(f"{name} {value or '(relay)'}")
     return ", ".join(parts) or "all"
-
-
-def insist_on_few_ids(filters: Mapping[str, Any]) -> None:
-    """Raise TxmsgError if the filter has too many ids."""
-    number = len(filters.get("ids", ()))
-    if number > MOST_IDS:
-        raise TxmsgError(
-            f"{number:,} dead letters are too many to select by id (at most "
-            f"{MOST_IDS:,}): choose them by a filter."
-        )
 
 
 def searched(text: str) -> Q:

@@ -240,3 +240,18 @@ def test_a_strange_filter_leads_back_to_the_list(
         answer = ask(PAGE, query)
         assert answer.status_code == 302
     assert not AuditEntry.objects.exists()
+
+
+def test_more_ids_than_can_be_selected_lead_back_to_the_list(
+    admin_client: Client, operator: Client
+) -> None:
+    letters(3)
+    ids = ",".join(map(str, range(1, 5002)))
+    pages = [admin_client.post(PAGE, {"ids": ids}, follow=True)]
+    confirm = {"kind": "redeliver", "ids": ids}
+    pages.append(
+        operator.get(PAGE.replace("affected", "confirm"), confirm, follow=True)
+    )
+    for page in pages:
+        assert page.redirect_chain
+        assert "5,001 dead letters are too many" in page.content.decode()
