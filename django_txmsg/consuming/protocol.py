@@ -286,7 +286,7 @@ def ours(after_run: Any = None) -> Iterator[None]:
         raise Undecided(error) from error
 
 
-class StageTransaction:
+class StageTransaction(Block):
     """A context manager for one transaction of a stage.
 
     Commits if the block ends without an exception. If a hook raises after the commit,
@@ -297,28 +297,18 @@ class StageTransaction:
     def __init__(
         self, definition: TransactionDefinition, *, begun: bool = False
     ) -> None:
-        self._block = Block(definition.using, isolation=definition.isolation)
+        super().__init__(definition.using, isolation=definition.isolation)
         self._begun = begun
 
-    @property
-    def employed(self) -> bool:
-        """Whether the database was used."""
-        return self._block.employed
-
-    @property
-    def committed(self) -> bool:
-        """Whether the transaction is committed."""
-        return self._block.committed
-
     def __enter__(self) -> StageTransaction:
-        self._block.enter(begun=self._begun)
+        self.enter(begun=self._begun)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            self._block.exit(error)
+            self.exit(error)
         except Exception as late:
-            if not self._block.committed:
+            if not self.committed:
                 raise
             log.exception(
                 "an on_commit hook raised after the commit; the message is processed "
