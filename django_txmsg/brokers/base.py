@@ -8,6 +8,7 @@ owned by one thread. Every broker class must pass `django_txmsg.testing.broker_s
 from __future__ import annotations
 
 import abc
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -268,6 +269,15 @@ def acknowledges_now(gathered: int, *, prefetch: int, since: float) -> bool:
     """
     slow = time.monotonic() - since > LONGEST_GROUP
     return slow or gathered * 2 >= prefetch
+
+
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+
+
+def unstorable(headers: Mapping[str, str]) -> str:
+    """Return what is wrong with headers that PostgreSQL cannot store, or ""."""
+    found = _UNSTORABLE.search("".join([*headers, *headers.values()]))
+    return "its headers have a NUL or half of a surrogate pair" if found else ""
 
 
 def faults(read: Callable[[], object]) -> list[str]:

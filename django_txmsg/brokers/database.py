@@ -43,9 +43,16 @@ from ..runtime import database_health, notifications
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
 from ..runtime.notifications import notify
-from .base import Broker, Delivery, Outgoing, Session, acknowledges_now, one_by_one
+from .base import (
+    Broker,
+    Delivery,
+    Outgoing,
+    Session,
+    acknowledges_now,
+    one_by_one,
+    unstorable,
+)
 
-_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)
 
 
@@ -64,9 +71,7 @@ def read_headers(written: str) -> tuple[dict[str, str], str]:
         return {}, f"its headers cannot be read: {error}"
     if strange:
         return given, f"its header {strange[0][:80]!r} is not text"
-    if _UNSTORABLE.search("".join([*given, *given.values()])):
-        return given, "its headers have a NUL or half of a surrogate pair"
-    return given, ""
+    return given, unstorable(given)
 
 
 def priority(outgoing: Outgoing) -> dict[str, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import json
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from amqp import spec
 
 from ... import wire
 from ...errors import DispatchRejected
-from ..base import Outgoing
+from ..base import Outgoing, unstorable
 
 # Converting a message's headers to AMQP's properties and back, like RabbitMQ's STOMP
 # plugin: a message is the same by either protocol.
@@ -55,7 +54,6 @@ _ROUTES = frozenset({"BCC", "CC"})
 _PERSISTENT = b"\x02"
 #: Most bytes of a short text, and of a name in the table.
 SHORT = 255
-_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _NUMBERS = {
     b"b": ">b", b"B": ">B", b"s": ">h", b"U": ">h", b"u": ">H", b"I": ">i",
     b"i": ">I", b"l": ">q", b"L": ">q", b"f": ">f", b"d": ">d",
@@ -127,8 +125,7 @@ class Reader:
             self._read(found)
         except (struct.error, ValueError, ArithmeticError, RecursionError) as error:
             self.problem = self.problem or f"its properties cannot be read: {error}"
-        if not self.problem and _UNSTORABLE.search("".join([*found, *found.values()])):
-            self.problem = "its headers have a NUL or half of a surrogate pair"
+        self.problem = self.problem or unstorable(found)
         return found
 
     def _read(self, found: dict[str, str]) -> None:
