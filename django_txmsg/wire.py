@@ -141,10 +141,16 @@ class Undone:
 def original_id(message_id: uuid.UUID, headers: Mapping[str, str]) -> uuid.UUID:
     """Return the id of the message in whose place an operator sent this message as an
     edited copy. Otherwise return the message's own id."""
+    return uuid_or_none(headers.get(COPY_OF)) or message_id
+
+
+def uuid_or_none(text: str | None) -> uuid.UUID | None:
+    """Return the UUID of a header's text, or None if the header is missing or is no
+    UUID."""
     try:
-        return uuid.UUID(headers[COPY_OF])
-    except (KeyError, ValueError):
-        return message_id
+        return uuid.UUID(text or "")
+    except ValueError:
+        return None
 
 
 TOPIC_PREFIX = "topic:"
@@ -272,10 +278,7 @@ def others_id(service: str, headers: Mapping[str, str]) -> uuid.UUID | None:
     if any."""
     for name in IDS_OF_OTHERS:
         if given := headers.get(name):
-            try:
-                return uuid.UUID(given)
-            except ValueError:
-                return foreign_id(service, given)
+            return uuid_or_none(given) or foreign_id(service, given)
     return None
 
 

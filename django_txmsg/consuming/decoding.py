@@ -89,7 +89,7 @@ def checked(delivery: Delivery, stage: Stage) -> None:
             "headers_too_large", f"{len(headers)} headers of {size} characters"
         )
     own = headers.get(wire.MESSAGE_ID)
-    if own is not None and _uuid(own) is None:
+    if own is not None and wire.uuid_or_none(own) is None:
         raise DecodeError(
             "malformed_id", f"{wire.MESSAGE_ID} is not a UUID: {own[:80]!r}"
         )
@@ -120,7 +120,7 @@ def identity(delivery: Delivery, broker: str) -> uuid.UUID:
     """Return the message's id. It comes from the message's headers. Without such a
     header, it is derived from the broker's id if that is stable, or else from the
     message's content."""
-    own = _uuid(delivery.headers.get(wire.MESSAGE_ID, ""))
+    own = wire.uuid_or_none(delivery.headers.get(wire.MESSAGE_ID))
     own = own or wire.others_id(broker, delivery.headers)
     if own is not None:
         return own
@@ -197,13 +197,6 @@ def from_parked(parked: Parked) -> Delivery:
     broker_id = headers.pop("txmsg-broker-id", "")
     headers.setdefault(wire.MESSAGE_ID, str(parked.record.message_id))
     return Delivery(parked.destination, headers, parked.body, True, broker_id)
-
-
-def _uuid(text: str) -> uuid.UUID | None:
-    try:
-        return uuid.UUID(text)
-    except ValueError:
-        return None
 
 
 def event_headers(headers: Mapping[str, str], body: bytes) -> dict[str, str]:

@@ -9,7 +9,6 @@ run.
 from __future__ import annotations
 
 import datetime as dt
-import uuid
 
 from .. import codecs, conf, wire
 from ..envelope.message import Message, carried
@@ -44,7 +43,7 @@ def begin(declared: Declaration, message: Message) -> None:
         run = declared.new_run(
             run_id=run_id,
             caller={} if caller is None else _back(message),
-            first_run=_uuid(message.conversation.get(wire.FLOW)) or run_id,
+            first_run=wire.uuid_or_none(message.conversation.get(wire.FLOW)) or run_id,
             baggage=_baggage(message),
             correlation_id=message.correlation_id or str(run_id),
         )
@@ -203,10 +202,3 @@ def _baggage(message: Message) -> dict[str, str]:
         return checked(given)
     except ConfigurationError as error:
         raise DecodeError("malformed_headers", str(error)) from None
-
-
-def _uuid(text: str | None) -> uuid.UUID | None:
-    try:
-        return None if text is None else uuid.UUID(text)
-    except ValueError:
-        return None
