@@ -24,8 +24,8 @@ from .going import Going, checked, late
 from .sending import send_signal
 from .values import Cancelled, Fail
 
-#: How long a signal waits for its run in total, and between two tries at most and at
-#: least.
+#: How long a signal waits for a run that start() has not stored yet, and between two
+#: tries at most and at least.
 SIGNAL_WAITS = dt.timedelta(minutes=15)
 MAX_PAUSE = dt.timedelta(minutes=1)
 MIN_PAUSE = dt.timedelta(seconds=1)
@@ -110,7 +110,8 @@ def _signalled(declared: Declaration, message: Message) -> None:
         late(declared, message, None if run is None else run.run_id)
         return
     age = now - since
-    if age >= SIGNAL_WAITS:
+    # A run that start() has stored begins with its first message, however late that is.
+    if age >= SIGNAL_WAITS and not runs.filter(ended_at=None).exists():
         raise DecodeError(
             "no_run", f"no run of {declared.name!r} with the key {key!r} has begun"
         )

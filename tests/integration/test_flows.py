@@ -760,6 +760,29 @@ def test_a_signal_that_overtakes_the_first_message_of_its_run_waits_for_it() -> 
     assert FlowStep.objects.earliest("pk").step == "start"
 
 
+def sent_an_hour_ago() -> None:
+    """Make the newest message, a signal, an hour older."""
+    signal = OutboxMessage.objects.latest("pk")
+    kind, name, _, key = signal.headers[wire.TICKET].split(";")
+    at = wire.format_instant(signal.created_at - HOUR)
+    signal.headers[wire.TICKET] = f"{kind};{name};{at};{key}"
+    signal.save(update_fields=["headers"])
+
+
+def test_old_signal_waits_for_a_run_whose_first_message_is_as_late() -> None:
+    """The consumer was away for an hour, and takes the signal first."""
+    with transaction.atomic():
+        run = start(Checkout, PlaceOrder("1"), key="1")
+        Checkout.signal("1", Stop("changed my mind"))
+    sent_an_hour_ago()
+    ship()
+    take(stages.find(["shop.checkout.steps"])[0])
+    assert again(run).waits_for == WaitsFor.START
+    assert not DeadLetter.objects.exists()
+    drain(ahead=MINUTE)
+    assert failed(run) == {"why": "changed my mind"}
+
+
 def test_a_signal_before_its_run_waits_for_it_and_for_no_other() -> None:
     with transaction.atomic():
         Checkout.signal("1", Note("early"))
@@ -770,14 +793,7 @@ def test_a_signal_before_its_run_waits_for_it_and_for_no_other() -> None:
 
     with transaction.atomic():
         Checkout.signal("nobody", Note("lost"))
-    ticket = OutboxMessage.objects.order_by("-id").first()
-    old = ticket.headers[wire.TICKET].replace(
-        ticket.headers[wire.TICKET].split(";")[2],
-        wire.format_instant(ticket.created_at - HOUR),
-    )
-    OutboxMessage.objects.filter(pk=ticket.pk).update(
-        headers={**ticket.headers, wire.TICKET: old}
-    )
+    sent_an_hour_ago()
     drain()
     assert DeadLetter.objects.get().reason == "no_run"
 
