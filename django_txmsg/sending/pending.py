@@ -6,10 +6,11 @@ import datetime as dt
 import uuid
 
 from django.db import router, transaction
+from django.utils import timezone
 
 from .. import wire
 from ..envelope.message import check_duration
-from ..errors import InvalidMessage
+from ..errors import MAX_SECONDS, InvalidMessage
 from ..models import OutboxMessage, Run
 from ..models.run import WaitsFor
 from .scope import current_scope
@@ -69,6 +70,8 @@ def reschedule_message(
         raise InvalidMessage("reschedule_message() takes either delay= or at=.")
     if at is not None and (not isinstance(at, dt.datetime) or at.tzinfo is None):
         raise InvalidMessage(f"at must be an aware datetime, not {at!r}.")
+    if at is not None and abs(at - timezone.now()).total_seconds() > MAX_SECONDS:
+        raise InvalidMessage(f"at is more than a hundred years away: {at!r}.")
     duration = check_duration("delay", delay)
     alias = _alias(message_id, using)
     seconds = None if duration is None else duration.total_seconds()

@@ -253,6 +253,8 @@ def test_another_database_is_named() -> None:
         {"delay": HOUR, "at": timezone.now()},
         {"at": dt.datetime(2030, 1, 1)},
         {"at": "tomorrow"},
+        {"at": dt.datetime.max.replace(tzinfo=dt.timezone.utc)},
+        {"at": dt.datetime.min.replace(tzinfo=dt.timezone(14 * HOUR))},
         {"delay": -HOUR},
         {"delay": 5},
     ],
