@@ -141,10 +141,8 @@ class Sweep:
             if not claimed:
                 self._floor = None
         if claimed:
-            # Texts of one database sort like their instants, except after a change of
-            # its clock's zone, which the next sweep corrects.
-            first = claimed[0].floor
-            self._floor = max(self._floor, first) if self._floor else first
+            # Back, too: a large transaction that committed late fills many batches.
+            self._floor = claimed[0].floor
         return claimed
 
 

@@ -82,6 +82,29 @@ def test_a_slow_search_for_the_heads_of_keys_is_not_repeated_at_once(
         idle.close()
 
 
+def test_late_commit_of_many_messages_leaves_beside_other_traffic() -> None:
+    """The late messages were due before all that a busy lane has sent since. The lane
+    finds them with a sweep, and then continues with them."""
+    busy = Lane("default", "default", batch_size=10)
+
+    def left() -> int:
+        # The lane always finds a new message, too.
+        store()
+        busy.dispatch()
+        late = OutboxMessage.objects.filter(destination="tests.late")
+        return late.filter(dispatched_at=None).count()
+
+    try:
+        left()
+        store(30, destination="tests.late")
+        rows = OutboxMessage.objects.filter(destination="tests.late")
+        rows.update(due_at=Now() - dt.timedelta(hours=1))
+        wait_until(lambda: left() < 30)
+        assert [left(), left()] == [10, 0]
+    finally:
+        busy.close()
+
+
 def test_a_delayed_message_waits() -> None:
     store(delay=dt.timedelta(hours=1))
     assert ship() == 0
