@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime as dt
 
 from django.db import models
-from django.db.models import DateTimeField, ExpressionWrapper, F, Q
+from django.db.models import F, Q
 from django.db.models.functions import Now
-from django.db.models.lookups import GreaterThanOrEqual
 
 
 def silent_after(heartbeat: float) -> dt.timedelta:
@@ -22,10 +21,8 @@ def silent_after(heartbeat: float) -> dt.timedelta:
 def living() -> Q:
     """Return a condition that is true for a worker that is alive, according to the
     database's clock."""
-    until = ExpressionWrapper(
-        F("heartbeat_at") + F("silent_after"), output_field=DateTimeField()
-    )
-    return Q(GreaterThanOrEqual(until, Now()))
+    length = F("silent_after")
+    return Q(heartbeat_at__range=(Now() - length, Now() + length))
 
 
 class Worker(models.Model):
@@ -33,7 +30,8 @@ class Worker(models.Model):
 
     A worker is alive until its last heartbeat is older than `silent_after`. This value
     is stored in the worker's row, so that all processes agree, even if their settings
-    differ.
+    differ. A heartbeat that is as far in the future does not count either: the worker
+    has written none since the database's clock was set back.
     """
 
     name = models.CharField(max_length=255, unique=True)
@@ -69,4 +67,4 @@ class Worker(models.Model):
     def lives(self, now: dt.datetime) -> bool:
         """Return whether the worker is alive at `now`, a time of the database's
         clock."""
-        return now - self.heartbeat_at <= self.silent_after
+        return abs(now - self.heartbeat_at) <= self.silent_after

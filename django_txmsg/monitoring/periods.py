@@ -74,7 +74,7 @@ def _not_remembered(
     database.) The counts of finished periods are cached in this process."""
     known: Counter[tuple[dt.datetime, str]] = Counter()
     begin, end, counts = _unstored.get(using, (now, now, known))
-    if begin <= since < end:
+    if begin <= since < end <= now:  # `end` is later if the clock was ahead
         known.update({key: n for key, n in counts.items() if key[0] >= since})
     else:
         end = since
@@ -96,6 +96,10 @@ def forget() -> None:
 def remember(using: str, now: dt.datetime) -> None:
     """Find the finished periods of the last 24 hours that have no `PeriodCount` rows
     yet. Count the messages of each such period, and store the counts."""
+    counts = PeriodCount.objects.using(using)
+    # A clock that was ahead has counted periods that have not ended.
+    ahead = Q(start__gt=now - PERIOD - GRACE)
+    counts.filter(ahead | Q(start__lt=now - dt.timedelta(days=8))).delete()
     start = _open_since(using, _first_hour(now))
     if start + PERIOD + GRACE > now:
         return
@@ -109,9 +113,7 @@ def remember(using: str, now: dt.datetime) -> None:
         for (begin, series, place), count in live.items()
         if begin < start
     ]
-    counts = PeriodCount.objects.using(using)
     counts.bulk_create(closed, ignore_conflicts=True)
-    counts.filter(start__lt=now - dt.timedelta(days=8)).delete()
 
 
 def _first_hour(now: dt.datetime) -> dt.datetime:

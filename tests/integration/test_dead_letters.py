@@ -350,14 +350,14 @@ def test_redelivered_letter_of_a_stage_that_returns_is_processed_once(
 
 @pytest.mark.parametrize(
     ("age", "heartbeat", "lives"),
-    [(0, 5, True), (40, 5, False), (120, 60, True), (200, 60, False)],
+    [(0, 5, True), (40, 5, False), (120, 60, True), (200, 60, False), (-400, 5, False)],
 )
 def test_a_letter_is_parked_for_a_stage_that_a_living_worker_runs(
     age: int, heartbeat: int, lives: bool
 ) -> None:
     """A dead letter is redelivered to its stage if a live worker runs the stage. A
     worker counts as live until three heartbeat intervals and 15 seconds after its last
-    heartbeat."""
+    heartbeat. A heartbeat in the future is from before the clock was set back."""
     handler = Stubborn()
     with declared(handler, TOPIC, name="shipping.a") as stage:
         step(stage)

@@ -52,3 +52,35 @@ def test_only_a_message_that_ended_much_later_has_an_index_entry_for_it() -> Non
     row = InboxMessage.objects.get()
     assert row.processed_at is not None
     assert row.late_at is None
+
+
+def count(now: dt.datetime) -> int:
+    hours = periods.last_day("default", now)
+    return sum(one.counts["processed"] for one in hours)
+
+
+def test_periods_that_a_clock_stored_too_early_are_counted_again() -> None:
+    """The database's clock was three hours ahead, and is set back."""
+    with txmsg(), declared(lambda message: None) as stage:
+        put(stage.destination)
+        step(stage)
+        periods.remember("default", timezone.now() + dt.timedelta(hours=3))
+        put(stage.destination)
+        step(stage)
+        periods.forget()
+        periods.remember("default", timezone.now())
+        assert count(timezone.now()) == 2
+
+
+def test_periods_that_a_clock_cached_too_early_are_counted_again() -> None:
+    """The database's clock was half an hour ahead, and is set back. No worker stores
+    the counts."""
+    hour = timezone.now().replace(minute=0, second=0) + dt.timedelta(hours=1)
+    with txmsg(), declared(lambda message: None) as stage:
+        put(stage.destination)
+        step(stage)
+        periods.forget()
+        assert count(hour + dt.timedelta(minutes=35)) == 1
+        put(stage.destination)
+        step(stage)
+        assert count(hour + dt.timedelta(minutes=5)) == 2
