@@ -190,10 +190,20 @@ def let_expire(arrival: Arrival) -> Duplicate:
     stage never processes the request. There is no dead letter, because an operator has
     nothing to decide."""
 
+    headers, record = arrival.delivery.headers, arrival.recorded
+    # The first time may be by another database's clock, that of the flow's service.
+    log.info(
+        "stage %r drops request %s of service %r: it expired at %s, and it is %s now",
+        arrival.stage.name,
+        record.message_id,
+        headers.get(wire.SERVICE, ""),
+        wire.expires(headers),
+        record.now,
+    )
+
     def revoke() -> Duplicate:
         why = "expired: its flow no longer waits for the answer"
-        pk = arrival.recorded.id
-        if arrival.inbox.mark_dead(pk, why, arrival.token, revoked=True):
+        if arrival.inbox.mark_dead(record.id, why, arrival.token, revoked=True):
             arrival.mode.put_aside(arrival)
             ordering.wake([arrival])
         return Duplicate()

@@ -19,7 +19,7 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 from django.utils import timezone
 
-from django_txmsg import send_messages, signals, stages
+from django_txmsg import send_messages, signals, stages, wire
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.brokers.database import DatabaseBroker
 from django_txmsg.consuming import stage_thread
@@ -310,6 +310,30 @@ def test_critical_time_is_not_negative_if_the_senders_clock_is_ahead() -> None:
     finally:
         signals.message_processed.disconnect(listen)
     assert told == [0.0]
+
+
+def test_log_says_by_which_clock_a_request_has_expired(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The request of a flow in another service gets no dead letter. Its `expires` time
+    is by the clock of that service's database."""
+    caplog.set_level("INFO", "django_txmsg.inbox")
+    headers = {
+        "content-type": "application/json",
+        wire.MESSAGE_ID: str(uuid.uuid4()),
+        wire.SERVICE: "shop",
+        wire.TICKET: "a ticket",
+        wire.REPLY_TO: "shop.checkout.steps",
+        wire.EXPIRES: "2026-01-01T00:00:00Z",
+    }
+    with txmsg(**SHORT), declared(lambda message: None) as stage:
+        put(stage.destination, b"1", headers)
+        step(stage)
+    row = InboxMessage.objects.get()
+    assert (row.processed_at, row.revoked_at is None) == (None, False)
+    assert not DeadLetter.objects.exists()
+    said = f"request {row.message_id} of service 'shop': it expired at 2026-01-01 00:00"
+    assert said in caplog.text
 
 
 @pytest.mark.postgresql
