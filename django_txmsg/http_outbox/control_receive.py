@@ -253,7 +253,8 @@ def _hand_back(control: ControlMessage, look: Look) -> str:
         logging.WARNING if first else logging.INFO,
         "a control message for session %s is from database %s, and this process of the "
         "same service and SECRET_KEY uses database %s (%r). %s. Give each of the two "
-        'databases a service of its own: TXMSG["SERVICE"]',
+        'databases a service of its own: TXMSG["SERVICE"]. If they are one database, '
+        "which was restarted, the clock of the sender's host is wrong",
         control.session_id,
         control.database,
         database_identity.current(control.using),

@@ -128,7 +128,10 @@ def test_each_database_gets_its_control_messages_though_the_other_takes_them_fir
         )
 
 
-def test_a_control_message_of_another_database_goes_back_after_one_pause() -> None:
+def test_a_control_message_of_another_database_goes_back_after_one_pause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "django_txmsg.control")
     given = str(uuid.uuid4()), uuid.uuid4(), "default", "delay"
     foreign = control_message.ControlMessage(*given, database="shop/1@2/3")
     asked = []
@@ -140,6 +143,7 @@ def test_a_control_message_of_another_database_goes_back_after_one_pause() -> No
     # It is held for the first pause, and then returned at the second check.
     assert first.hold > 0
     assert second.hold <= first.after
+    assert "the clock of the sender's host is wrong" in caplog.text
 
 
 def test_a_control_message_names_its_database_and_an_old_one_does_not() -> None:
