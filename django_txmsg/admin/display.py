@@ -112,8 +112,8 @@ def ago(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeStri
     """Return the age of an instant with "ago": "5 min ago"."""
     if instant is None:
         return format_html("{}", "never")
-    future = instant > (now or timezone.now())
-    return format_html("{}{}", age(instant, now), "" if future else " ago")
+    now = now or timezone.now()
+    return format_html("{}{}", age(instant, now), "" if instant > now else " ago")
 
 
 def mono(text: object, title: object = "") -> SafeString:

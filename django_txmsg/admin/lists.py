@@ -117,9 +117,13 @@ class WorkerAdmin(ReadOnlyAdmin):
         names = ((name,) for name in worker.stages)
         return format_html_join(", ", "<code>{}</code>", names)
 
-    heartbeat = display.column("heartbeat", display.ago, "heartbeat_at")
+    heartbeat = display.column(
+        "heartbeat", lambda one: display.ago(one.heartbeat_at, one.now)
+    )
 
-    started = display.column("running for", display.age, "started_at")
+    started = display.column(
+        "running for", lambda one: display.age(one.started_at, one.now)
+    )
 
 
 @admin.register(IdempotencyKey)

@@ -20,7 +20,6 @@ from django.db import router
 from django.db.models import Q
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
-from django.utils import timezone
 
 from .. import conf, wire
 from ..consuming import deadline
@@ -219,13 +218,14 @@ class MessagePages(Pages):
         incoming = may(request, "view_inboxmessage")
         dead = may(request, "view_deadletter")
         using = router.db_for_read(OutboxMessage)
+        now = clock(using)
         outbox = inbox = letters = attempts = []
         if outgoing:
             rows: Any = OutboxMessage.objects.using(using).filter(message_id=message_id)
             outbox = list(rows.defer("body", "headers").order_by("pk"))
             for row in outbox:
                 row.key = bodies.shown_key(row)
-                row.expired = row.expires_at and row.expires_at <= timezone.now()
+                row.expired = row.expires_at and row.expires_at <= now
         if incoming:
             rows = InboxMessage.objects.using(using).filter(message_id=message_id)
             inbox = list(with_state(rows).defer("body", "headers").order_by("pk"))
@@ -245,7 +245,7 @@ class MessagePages(Pages):
                 if letter.resolution == Resolution.DISCARDED:
                     stage = letter.stage or letter.destination
                     row = next((o for o in inbox if o.stage == stage), None)
-                    letter.revoked = resolution.revoked_why(letter, row, clock(using))
+                    letter.revoked = resolution.revoked_why(letter, row, now)
         known = [*outbox, *inbox, *letters]
         if not known:
             why = (
@@ -259,6 +259,7 @@ class MessagePages(Pages):
         correlation_id = next((one.correlation_id for one in known), "")
         context = {
             **self._admin.page_context(request, f"Message to {first.destination}"),
+            "now": now,
             "message_id": message_id,
             "destination": first.destination,
             "state": state_of(outbox, inbox, letters),

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from django.contrib import admin, messages
 from django.db import router
 from django.db.models import Max, Min, QuerySet
+from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
@@ -95,9 +96,10 @@ class RunAdmin(RowPageAdmin):
     change_list_template = "admin/django_txmsg/runs.html"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Run]:
-        """Return the runs without the long columns."""
+        """Return the runs without the long columns, each with the database's current
+        time."""
         rows: QuerySet[Run] = super().get_queryset(request)
-        return rows.defer("state", "answer", "caller", "baggage")
+        return rows.defer("state", "answer", "caller", "baggage").annotate(now=Now())
 
     def get_object(
         self, request: HttpRequest, object_id: str, from_field: str | None = None
@@ -123,9 +125,11 @@ class RunAdmin(RowPageAdmin):
     waits = display.column("waits for", lambda run: waits(run))
 
     # Since when it has waited, or when it ended.
-    age = display.column("since", lambda run: display.ago(run.ended_at or run.since))
+    age = display.column(
+        "since", lambda run: display.ago(run.ended_at or run.since, run.now)
+    )
 
-    deadline = display.column("deadline", display.age, "due_at")
+    deadline = display.column("deadline", lambda run: display.age(run.due_at, run.now))
 
     def get_urls(self) -> list[Any]:
         """Add the URLs of the actions."""

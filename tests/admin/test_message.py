@@ -154,6 +154,16 @@ def test_outbox_row_says_in_words_what_became_of_it(viewer: Client) -> None:
     assert "to broker" not in page
 
 
+def test_a_message_expires_by_the_databases_clock(
+    viewer: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = factories.OutboxMessageFactory(expires_at=factories.ago(minutes=-5))
+    ahead = timezone.now() + dt.timedelta(hours=1)
+    monkeypatch.setattr(timezone, "now", lambda: ahead)
+    page = viewer.get(url(waits.message_id)).content.decode()
+    assert re.search(r", expires <time[^>]*>in (5 min|4 min 5\d s)</time>", page)
+
+
 def test_the_timeline_says_when_by_the_clock(viewer: Client) -> None:
     row = factories.OutboxMessageFactory(
         created_at=dt.datetime(2026, 3, 4, 5, 6, 7, 89_000, dt.timezone.utc)
@@ -377,7 +387,7 @@ def test_the_number_of_queries_is_fixed(
     for count in (1, 30):
         factories.OutboxMessageFactory.create_batch(count, correlation_id="flow")
         factories.AttemptFactory.create_batch(count, message_id=letter.message_id)
-        with django_assert_num_queries(11):
+        with django_assert_num_queries(12):
             operator.get(url(letter.message_id))
 
 

@@ -3,6 +3,7 @@ actions."""
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import re
 import uuid
@@ -13,6 +14,7 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.db.models.functions import Now
 from django.test import Client, override_settings
+from django.utils import timezone
 
 from django_txmsg.admin import sequence
 from django_txmsg.dead_letters import bulk
@@ -94,6 +96,17 @@ def test_list_shows_and_finds_runs(operator: Client) -> None:
     ):
         rows = operator.get(URL + query).content.decode()
         assert set(re.findall(r"A-\d", rows.partition("result_list")[2])) == keys, query
+
+
+def test_deadline_passes_by_the_databases_clock(
+    operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = timezone.now()
+    run = stored(due_at=now + dt.timedelta(minutes=5))
+    monkeypatch.setattr(timezone, "now", lambda: now + dt.timedelta(hours=1))
+    for page in (operator.get(URL).content.decode(), page_of(operator, run)):
+        assert re.search(r">in (5 min|4 min 5\d s)</time>", page)
+        assert not re.search(r">(1 h|59 min)[^<]*</time>", page)
 
 
 def test_page_lists_the_newest_undos_and_says_which_are_still_to_do(
