@@ -25,9 +25,8 @@ from ..errors import (
     InvalidMessage,
 )
 from ..models import DeadLetter, InboxMessage
-from ..models.fields import Holds, limit_waits
+from ..models.fields import limit_waits
 from ..models.inbox_order import PATIENCE
-from ..rules import dead_letters
 from ..runtime import database_health, liveness
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
@@ -113,9 +112,7 @@ class IntakeThread:
                 if elsewhere and not database_health.retry(using, what).ready:
                     return False
                 given_up = stage is not None and _given_up(stage, delivery, letter)
-                if given_up is None:
-                    return False
-                if not given_up:
+                if given_up is False:
                     using = self._using
                     with transaction.atomic(using=using):
                         burial.bury(**letter, using=using, stage="", attempts=0)
@@ -128,7 +125,7 @@ class IntakeThread:
                     return False
             else:
                 database_health.retry(using, what).worked()
-                return True
+                return given_up is not None
 
     def _letter(self, delivery: Delivery) -> tuple[Stage | None, dict[str, Any]]:
         """Return the stage that may have received a delivery's message, and the values
@@ -184,7 +181,11 @@ def _given_up(stage: Stage, delivery: Delivery, letter: dict[str, Any]) -> bool 
     """Bury a message as its stage's dead letter, if the stage has received the message
     but has neither settled nor parked it. The stage will not receive the message again.
     So its inbox row would stay open for ever, and would hold back the next message of
-    the key. Returns False if the message has no such row.
+    the key. Returns False if the stage has not received the message.
+
+    If the stage has settled or parked the message, this is a copy: drop it, as the
+    stage does. A dead letter of the copy could be discarded, and its sender would get
+    `Dead` for a request that the stage has processed or will process.
 
     If the message's turn has not come, park it instead, as a worker does: if it were
     dead, the messages behind it would overtake its predecessor.
@@ -197,8 +198,7 @@ def _given_up(stage: Stage, delivery: Delivery, letter: dict[str, Any]) -> bool 
     inbox = InboxMessage.objects.db_manager(using)
     order = InboxMessage.order.db_manager(using)
     turn = turn_of(stage, delivery.headers)
-    message = {"stage": stage.name, "message_id": letter["message_id"]}
-    rows = inbox.filter(**message, processed_at=None, due_at=None)
+    rows = inbox.filter(stage=stage.name, message_id=letter["message_id"])
     with transaction.atomic(using=using):
         try:
             limit_waits(connections[using], PATIENCE)
@@ -210,18 +210,14 @@ def _given_up(stage: Stage, delivery: Delivery, letter: dict[str, Any]) -> bool 
             return None
         if row is None:
             return False
+        if row.processed_at or row.dead_at or row.due_at:
+            return True
         why = letter["failure"].exception
-        if row.dead_at is not None:
-            # Buried here already, if the acknowledgement was lost.
-            letters = DeadLetter.objects.using(using).filter(Holds(dead_letters.OPEN))
-            if not letters.filter(**message, reason="broker").exists():
-                return False
-        elif turn is not None and not order.has_come(turn):
+        if turn is not None and not order.has_come(turn):
             kept, body = letter["headers"], letter["body"]
             inbox.park(row.pk, delay=0, headers=kept, body=body, error=why, turn=turn)
             return True
-        elif not inbox.mark_dead(row.pk, why):
-            return False
+        inbox.mark_dead(row.pk, why)
         if turn is not None:
             order.aside(row.pk, turn)
         letter = letter | {"destination": stage.destination}

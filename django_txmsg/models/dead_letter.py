@@ -225,7 +225,7 @@ class DeadLetter(models.Model):
 
     `stage` is empty if the relay could not send the message. It is also empty if the
     broker itself has dead-lettered the message, unless no stage but this one can have
-    received the message, and its inbox row was still open (`consuming/intake.py`).
+    received the message, and has an inbox row of it (`consuming/intake.py`).
     """
 
     message_id = models.UUIDField()

@@ -7,7 +7,6 @@ import threading
 import uuid
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
 
 import amqp
 import pytest
@@ -15,6 +14,7 @@ from django.db import connections, transaction
 
 from django_txmsg import Message, send_message, send_messages, stages
 from django_txmsg.dead_letters import bulk
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import DeadLetter, InboxMessage, QueueMessage
 from tests import factories
 from tests.app.models import Effect
@@ -159,27 +159,43 @@ def test_a_message_whose_turn_has_not_come_runs_at_its_turn() -> None:
         assert InboxMessage.objects.get(message_id=lost.id).attempts == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"transaction": "none"}])
-def test_a_message_that_still_has_another_owner_is_not_dead(options: Any) -> None:
-    """The inbox keeps a parked message itself. And in mode "none", a worker may be
-    processing another copy, without a lock."""
-
-    def fails(message: Message) -> None:
-        raise ValueError
-
-    with declared(fails, **options) as stage:
+def test_message_that_a_worker_may_be_processing_unlocked_is_not_dead() -> None:
+    """In mode "none", a worker processes a message without a lock."""
+    with declared(effect, transaction="none") as stage:
         (message,) = send_chain(stage, 1)
-        if options:
-            lose(stage, message)
-        else:
-            (copy,) = QueueMessage.objects.all()
-            step(stage)
-            copy.save(force_insert=True)
-            dead_letter(stage, message.id)
+        lose(stage, message)
         with intake():
             pass
     assert DeadLetter.objects.get().stage == ""
     assert InboxMessage.objects.get().dead_at is None
+
+
+@pytest.mark.parametrize("state", ["processed", "parked", "dead"])
+def test_copy_of_a_message_that_the_stage_has_settled_or_parked_is_dropped(
+    state: str,
+) -> None:
+    """A worker dies before it acknowledges the message. The broker moves the message to
+    its dead-letter queue."""
+    policy = RedeliveryPolicy(max_redeliveries=1 if state == "parked" else 0)
+
+    def handle(message: Message) -> None:
+        if state != "processed":
+            raise ValueError
+
+    with declared(handle, redelivery=policy) as stage:
+        (message,) = send_chain(stage, 1)
+        (copy,) = QueueMessage.objects.all()
+        step(stage)
+        before = InboxMessage.objects.values().get()
+        copy.save(force_insert=True)
+        dead_letter(stage, message.id)
+        with intake():
+            pass
+    assert InboxMessage.objects.values().get() == before
+    letters = DeadLetter.objects.values_list("stage", "reason", "deaths")
+    assert list(letters) == (
+        [(stage.name, "attempts_exhausted", 1)] if state == "dead" else []
+    )
 
 
 def test_a_lost_acknowledgement_makes_no_second_dead_letter() -> None:
@@ -194,7 +210,7 @@ def test_a_lost_acknowledgement_makes_no_second_dead_letter() -> None:
         with intake():
             pass
     letter = DeadLetter.objects.get()
-    assert (letter.stage, letter.deaths) == (stage.name, 2)
+    assert (letter.stage, letter.deaths) == (stage.name, 1)
 
 
 def test_rabbitmq_s_delivery_limit(
@@ -300,8 +316,7 @@ def test_a_worker_that_processes_a_copy_finishes_first() -> None:
             go_on.set()
         worker.join(60)
     assert len(effects()) == 1
-    assert not DeadLetter.objects.exclude(stage="").exists()
-    assert DeadLetter.objects.filter(message_id=message.id).exists()
+    assert not DeadLetter.objects.filter(message_id=message.id).exists()
 
 
 @pytest.mark.postgresql
