@@ -380,7 +380,7 @@ def _next(operation: BulkOperation, using: str) -> list[Any]:
 #: database.
 _NEEDED = (
     "message_id", "stage", "broker", "destination", "headers", "deaths", "reason",
-    "resolution",
+    "resolution", "resolved_at",
 )  # fmt: skip
 
 

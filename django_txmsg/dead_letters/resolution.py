@@ -8,12 +8,10 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import router, transaction
-from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from .. import conf, wire
@@ -30,7 +28,7 @@ from ..models.worker import living
 from ..rules.dead_letters import GONE_ON
 from ..sending import answering, storing, undoing
 from ..stages import all_stages, consumers
-from . import burial
+from . import burial, resuming
 
 
 @dataclass
@@ -196,6 +194,10 @@ def discard(
         for one in batch
         if undone.get(one.pk, []) is None and not operation.force
     }
+    resumed = resuming.waiting_runs(batch, using)
+    tally.skipped |= {
+        pk: "its run is busy: try again" for pk, run in resumed.items() if run is None
+    }
     batch = [one for one in batch if one.pk not in tally.skipped]
     if not operation.force:
         overtaking = _overtaking(batch, using)
@@ -215,43 +217,11 @@ def discard(
             undoing.cancel(run, "discarded", using, one.broker)
         else:
             answering.answer_dead(one, "discarded", using=using)
-            _let_resume_again(one, using)
+    resuming.let_resume_again(batch, resumed, using)
     order = InboxMessage.order.db_manager(using)
     ordered = {one.name for one in all_stages() if one.ordered}
     for stage in ordered & {one.stage for one in batch}:
         order.wake(stage, [one.message_id for one in batch if one.stage == stage])
-
-
-def _let_resume_again(letter: DeadLetter, using: str) -> None:
-    """Let a run be resumed again if the discarded message is that of its resume()."""
-    runs = _resumed_by(letter, using)
-    # A run that continues has locked its row, and may close this dead letter.
-    free = runs.select_for_update(skip_locked=True)
-    runs.filter(pk__in=free.values("pk")).update(resumed_at=None)
-
-
-def _resumes(letter: DeadLetter, using: str) -> bool:
-    """Let no further resume() continue the run for which a discarded message waits.
-    Return False if a resume() has done so since the message was discarded, or if the
-    run is locked: the run would drop the second value."""
-    runs = _resumed_by(letter, using)
-    run = runs.select_for_update(skip_locked=True).first()
-    if run is None:
-        return not runs.exists()
-    discarded, resumed = letter.resolved_at, run.resumed_at
-    if discarded and resumed and resumed >= discarded:
-        return False
-    return bool(runs.filter(pk=run.pk).update(resumed_at=Now()))
-
-
-def _resumed_by(letter: DeadLetter, using: str) -> QuerySet[Run]:
-    """Return the run that still waits for the resume() that stored a message."""
-    runs = Run.objects.using(using).filter(waits_for=WaitsFor.RESUME)
-    if wire.continues_run(letter.headers):
-        with suppress(ValueError):
-            run_id, turn = wire.read_ticket(letter.headers.get(wire.TICKET, ""))
-            return runs.filter(run_id=run_id, turn=turn)
-    return runs.none()
 
 
 def _overtaking(batch: list[DeadLetter], using: str) -> dict[int, str]:
@@ -297,10 +267,11 @@ def restore(
     resume() whose run was resumed again. Records the operation, so that operations that
     were requested before leave the dead letters alone."""
     known, kept, now = _known(batch, using), [], clock(using)
+    resumed = resuming.waiting_runs(batch, using)
     for letter in batch:
         if revoked := revoked_why(letter, known.get(_place(letter)), now):
             tally.skipped[letter.pk] = revoked
-        elif not _resumes(letter, using):
+        elif not resuming.resumes(letter, resumed, now, using):
             tally.skipped[letter.pk] = "the run was resumed again, or continues now"
         else:
             kept.append(letter.pk)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connections, transaction
+from django.db import connection, connections, transaction
+from django.test.utils import CaptureQueriesContext
 
-from django_txmsg import cancel_message, stages, wire
+from django_txmsg import Message, cancel_message, stages, wire
 from django_txmsg.consuming import bulk_thread
+from django_txmsg.dead_letters import burial
+from django_txmsg.envelope.failure import Failure
 from django_txmsg.errors import AlreadyResumed, AlreadyRunning
 from django_txmsg.flows import acts, cancel, resume, start
 from django_txmsg.flows.deadlines import Deadlines
@@ -24,6 +29,7 @@ from django_txmsg.models import (
     DeadLetter,
     FlowStep,
     FlowUndo,
+    InboxMessage,
     OutboxMessage,
     Run,
 )
@@ -147,6 +153,140 @@ def test_run_takes_one_value_if_its_discarded_resume_is_restored(
             resume(token, False)
     drain()
     assert json.loads(again(run).answer) == "False ['first', 'first']"
+
+
+def _dead_letter_of(message: OutboxMessage, stage: str = "") -> DeadLetter:
+    """Bury a message, as the relay or `consume` does if the broker gives up on it."""
+    with transaction.atomic():
+        return burial.bury(
+            using="default",
+            message_id=message.message_id,
+            stage=stage,
+            broker="default",
+            destination=message.destination,
+            headers=message.headers | {wire.CONTENT_TYPE: message.content_type},
+            body=bytes(message.body),
+            reason="broker",
+            failure=Failure.because("broker", "expired"),
+            attempts=0,
+        )
+
+
+def _discard(*letters: DeadLetter) -> None:
+    ids = [str(one.pk) for one in letters]
+    call_command("dead_letters", "discard", *ids, stdout=io.StringIO())
+
+
+def _resume_again(run: Run) -> None:
+    assert run.turn is not None
+    with transaction.atomic():
+        resume(wire.ticket(run.run_id, run.turn), False)
+
+
+@pytest.mark.parametrize("place", ["inbox", "dead letter"])
+def test_run_is_not_resumed_again_while_a_copy_of_its_resume_is_left(
+    place: str,
+) -> None:
+    run = waiting()
+    steps = "acts.trip.steps"
+    command("resume", run.run_id, "--value", "true")
+    message = OutboxMessage.objects.latest("pk")
+    InboxMessage.objects.record(
+        steps, [Message(id=message.message_id, destination=steps, body=None)]
+    )
+    copy, last = _dead_letter_of(message), None
+    if place == "dead letter":
+        last = _dead_letter_of(message, steps)
+        row = InboxMessage.objects.get(message_id=message.message_id)
+        InboxMessage.objects.mark_dead(row.pk, "unreadable")
+
+    _discard(copy)
+
+    with pytest.raises(AlreadyResumed):
+        _resume_again(run)
+    if last is not None:
+        _discard(last)
+        _resume_again(run)
+
+
+def test_run_is_not_resumed_again_if_an_operators_answer_is_discarded() -> None:
+    run = waiting()
+    command("resume", run.run_id, "--value", "true")
+    command("answer", run.run_id)
+    answer = OutboxMessage.objects.latest("pk")
+    assert answer.headers[wire.TYPE].startswith("txmsg.Dead")
+
+    _discard(_dead_letter_of(answer))
+
+    with pytest.raises(AlreadyResumed):
+        _resume_again(run)
+
+
+def test_resume_and_time_out_of_a_run_are_restored_together() -> None:
+    run = waiting()
+    command("resume", run.run_id, "--value", "true")
+    command("time-out", run.run_id)
+    fire()
+    OutboxMessage.objects.filter(dispatched_at=None).update(body=b'"unreadable"')
+    drain(raises=False)
+    letters = DeadLetter.objects.filter(reason="invalid_body")
+    _discard(*letters)
+
+    call_command("dead_letters", "restore", "--all", stdout=io.StringIO())
+
+    assert [one.resolution for one in letters.all()] == ["open", "open"]
+
+
+def test_discard_of_two_resumes_queries_their_runs_together() -> None:
+    letters = []
+    for run in [waiting(key) for key in ("A-1", "A-2", "A-3")]:
+        command("resume", run.run_id, "--value", "true")
+        letters.append(_dead_letter_of(OutboxMessage.objects.latest("pk")))
+
+    with CaptureQueriesContext(connection) as alone:
+        _discard(letters[0])
+    with CaptureQueriesContext(connection) as together:
+        _discard(*letters[1:])
+
+    about_runs = [
+        len([one for one in queries if "txmsg_run" in one["sql"]])
+        for queries in (alone, together)
+    ]
+    assert about_runs[0] == about_runs[1] > 0
+    assert not Run.objects.exclude(resumed_at=None).exists()
+
+
+@pytest.mark.postgresql
+def test_resume_is_not_discarded_while_another_transaction_holds_its_run() -> None:
+    """A signal may hold the run, and leave it waiting for the same turn."""
+    run = waiting()
+    command("resume", run.run_id, "--value", "true")
+    letter = _dead_letter_of(OutboxMessage.objects.latest("pk"))
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        try:
+            with transaction.atomic():
+                assert Run.objects.locked(run.run_id)
+                held.set()
+                assert go_on.wait(60)
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(hold)
+        try:
+            assert held.wait(60)
+            with pytest.raises(CommandError, match="1 skipped"):
+                _discard(letter)
+        finally:
+            go_on.set()
+        holding.result(60)
+    letter.refresh_from_db()
+    assert letter.resolution == "open"
+
+    _discard(letter)
+    _resume_again(run)
 
 
 def test_show_says_why_a_run_has_failed() -> None:
