@@ -162,13 +162,15 @@ def answer_dead(request: DeadLetter, reason: str, *, using: str) -> None:
         if wire.holds_back(headers[wire.TICKET]):
             address.send(Buried(reason), using=using, broker=broker)
         return
-    inbox = InboxMessage.objects.db_manager(using)
-    if request.stage:
-        inbox.revoke(request.stage, request.message_id)
-    else:
-        # If the run of a flow is cancelled before this first message reaches the flow,
-        # the cancel revokes the message and answers.
-        run = inbox.filter(message_id=request.message_id, stage=request.destination)
-        if run.filter(revoked_at__isnull=False).exists():
+    inbox, stages = InboxMessage.objects.db_manager(using), [request.stage]
+    if not request.stage:
+        # Any stage may have received a copy. If one has processed it, that stage has
+        # answered. If the run of a flow is cancelled before this first message reaches
+        # the flow, the cancel revokes the message and answers.
+        rows = inbox.filter(message_id=request.message_id)
+        if rows.exclude(processed_at=None, revoked_at=None).exists():
             return
-    address.send(Dead(reason), using=using, broker=broker)
+        stages = list(rows.values_list("stage", flat=True))
+    # False if a stage has processed the request meanwhile, or it is revoked already.
+    if all(inbox.revoke(stage, request.message_id) for stage in stages):
+        address.send(Dead(reason), using=using, broker=broker)

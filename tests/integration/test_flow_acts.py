@@ -289,6 +289,42 @@ def test_resume_is_not_discarded_while_another_transaction_holds_its_run() -> No
     _resume_again(run)
 
 
+def _asked(key: str = "A-1") -> tuple[Run, OutboxMessage]:
+    """Return a run that has asked for a payment, and the request, which is sent."""
+    run = begin(key)
+    for name in ("acts.trip", "acts.book", "acts.trip.steps"):
+        ship()
+        take(stages.find([name])[0])
+    ship()
+    return run, OutboxMessage.objects.get(destination="acts.pay")
+
+
+def test_discarded_copy_of_a_request_that_was_processed_sends_no_dead() -> None:
+    run, request = _asked()
+    take(stages.find(["acts.pay"])[0])
+
+    _discard(_dead_letter_of(request))
+
+    types = [one.headers.get(wire.TYPE, "") for one in OutboxMessage.objects.all()]
+    assert not [one for one in types if one.startswith("txmsg.Dead")]
+    drain()
+    assert again(run).waits_for == WaitsFor.RESUME
+
+
+def test_parked_request_is_never_processed_if_a_copy_of_it_is_discarded() -> None:
+    run, request = _asked()
+    Shop.error = ValueError("no money")
+    take(stages.find(["acts.pay"])[0])
+    Shop.error = None
+    assert InboxMessage.objects.get(stage="acts.pay").due_at is not None
+
+    _discard(_dead_letter_of(request))
+    drain()
+
+    assert Shop.did == ["book", "unbook"]
+    assert json.loads(again(run).answer) == {"reason": "discarded"}
+
+
 def test_show_says_why_a_run_has_failed() -> None:
     cancelled, answered = waiting("A-1"), waiting("A-2")
     assert "\n  answer" not in command("show", cancelled.run_id)
