@@ -101,6 +101,13 @@ def to_acknowledge(
     ]
 
 
+def is_answered(outcome: Outcome) -> bool:
+    """Return whether the broker has answered what the stage has sent: it has committed
+    the stage's transaction, or has stored the copy that was sent back."""
+    committed = isinstance(outcome, Processed) and outcome.acknowledged
+    return committed or isinstance(outcome, SentBack)
+
+
 def turn_of(stage: Stage, headers: Mapping[str, str]) -> Turn | None:
     """Return a message's place in the order of its key. Return None if the stage is not
     ordered, or if the message has no key."""

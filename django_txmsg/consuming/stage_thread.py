@@ -35,7 +35,14 @@ from ..runtime.connections import leave_blocks, open_caches, recycle
 from ..runtime.liveness import Activity
 from ..stages import Stage
 from . import coroutines, decoding, modes, rates
-from .arrival import Arrival, Interrupted, Outcome, Postponed, to_acknowledge
+from .arrival import (
+    Arrival,
+    Interrupted,
+    Outcome,
+    Postponed,
+    is_answered,
+    to_acknowledge,
+)
 from .limits import Allowance, Room, Throttle
 from .stage_middleware import prepared
 from .subscription import Subscription
@@ -362,6 +369,8 @@ class StageThread:
             self._close()  # stopping: the deliveries go back unprocessed
             return
         settled = to_acknowledge(deliveries, outcomes)
+        if any(is_answered(one) for one in outcomes):
+            self._subscription.sent()
         if settled:
             session.ack(settled)
         for delivery, outcome in zip(deliveries, outcomes, strict=True):

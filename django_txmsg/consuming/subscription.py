@@ -155,5 +155,10 @@ class Subscription:
 
     def worked(self, *, received: bool) -> None:
         """Record that the broker has answered. Pass `received=False` if the session
-        waited, and no message came."""
-        self._breaker.worked(opened=math.inf if received else self._since)
+        waited, and no message came. A message that came proves nothing about the
+        messages that the broker has left without an answer."""
+        self._breaker.worked(opened=time.monotonic() if received else self._since)
+
+    def sent(self) -> None:
+        """Record that the broker has answered a message that the stage has sent."""
+        self._breaker.worked()

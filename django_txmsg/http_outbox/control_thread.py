@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import math
 import threading
 import time
 import uuid
@@ -118,7 +117,10 @@ class ControlThread:
             liveness.turned()
             left = self._later[0].due - time.monotonic() if self._later else 0.5
             delivery = session.receive(max(0.0, min(left, 0.5)))
-            self._breaker.worked(opened=opened if delivery is None else math.inf)
+            # A delivery proves nothing about messages that are left without an answer.
+            self._breaker.worked(
+                opened=opened if delivery is None else time.monotonic()
+            )
             if delivery is not None and not self._stopping.is_set():
                 self._look(session, _Held(delivery))
             recycle(idle=delivery is None, but=stored_in)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -27,10 +28,16 @@ from django_txmsg.errors import (
     InvalidMessage,
     NewerCodeNeeded,
 )
+from django_txmsg.http_outbox.control_thread import ControlThread
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.fields import clock
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.runtime.breaker import Breaker
+from django_txmsg.runtime.liveness import Activity
+from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.sending.outbox import send_message, send_messages
+from django_txmsg.testing.profiles import RABBITMQ
+from django_txmsg.testing.scripted_broker import ScriptedBroker
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
 from tests.running import (
@@ -286,6 +293,54 @@ def test_only_a_commit_on_which_the_broker_hangs_up_counts_as_an_attempt(
     if not hung_up:
         row = InboxMessage.objects.get()
         assert (row.attempts, len(script.attempts)) == (1 + parked, 9 + parked)
+
+
+def test_broker_that_answers_no_commit_has_one_outage(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A broker with a memory alarm delivers messages, but answers no commit. A message
+    that it delivers, to the stage or to another user of the broker, does not end the
+    outage."""
+    caplog.set_level(logging.INFO)
+
+    def lines(level: int) -> list[str]:
+        found = [one for one in caplog.records if one.name == "django_txmsg.breaker"]
+        return [one.getMessage() for one in found if one.levelno == level]
+
+    controlled = threading.Event()
+
+    def note(**_: object) -> None:
+        controlled.set()
+
+    signals.control_message_handled.connect(note)
+    stop, shared = threading.Event(), Breaker("default", 0.2)
+    group = ThreadGroup(stop.set)
+    with (
+        ScriptedBroker(RABBITMQ) as broker,
+        txmsg(BROKERS={"default": {"URL": f"{broker.url}?send_timeout=0.3"}}),
+        declared(
+            lambda message: send_message("tests.next", None), transaction="broker_only"
+        ) as stage,
+    ):
+        broker.on("COMMIT").park()
+        heads = {wire.MESSAGE_ID: str(uuid.uuid4()), wire.CONTENT_TYPE: wire.JSON}
+        broker.put(f"/queue/{stage.destination}", "null", heads)
+        group.add("stage", thread_of(stage, stop, breaker=shared).run)
+        group.add("control", ControlThread("default", stop, shared, Activity()).run)
+        group.start()
+        try:
+            broker.wait_for("COMMIT", 2)
+            broker.put(f"/queue/{wire.control_destination('tests')}", "unreadable", {})
+            assert controlled.wait(30)
+            broker.wait_for("COMMIT", 4)
+            assert not lines(logging.INFO)
+            broker.forget_rules()
+            wait_until(lambda: lines(logging.INFO))
+        finally:
+            stop.set()
+            group.join()
+            signals.control_message_handled.disconnect(note)
+    assert len(lines(logging.WARNING)) == len(lines(logging.INFO)) == 1
 
 
 @pytest.mark.parametrize("parked", [False, True])
