@@ -49,8 +49,8 @@ def check_routers() -> Iterator[CheckMessage]:
             continue  # another check reports it
         if not router.allow_migrate_model(alias, OutboxMessage):
             yield Error(
-                f"The database {alias!r} is used by {_few(users)}, but your routers "
-                f"forbid the tables of django_txmsg there.",
+                f"The database {alias!r} is used by {listed(users, NAMED)}, but your "
+                f"routers forbid the tables of django_txmsg there.",
                 hint="Name another database with using= of the stage or flow, with "
                 'TXMSG["TRANSACTION_DEFINITION"], or with TXMSG["HTTP"]["USING"]; or '
                 f"let allow_migrate() permit the tables in {alias!r}, and migrate.",
@@ -59,11 +59,13 @@ def check_routers() -> Iterator[CheckMessage]:
         elif alias == DEFAULT_DB_ALIAS and implied:
             yield Warning(
                 f"Your routers store messages in database {outbox!r}, but the "
-                f"transaction of {_few(implied)} is in {alias!r}, whatever the routers "
-                f"say: rows that are written to {outbox!r} stay if it is rolled back.",
+                f"transaction of {listed(implied, NAMED)} is in {alias!r}, whatever "
+                f"the routers say: rows that are written to {outbox!r} stay if it is "
+                f"rolled back.",
                 hint=f"Set using={outbox!r} of the stage or flow, "
                 'TXMSG["TRANSACTION_DEFINITION"], or TXMSG["HTTP"]["USING"] = '
-                f'"{outbox}". If you mean {alias!r}, set that.',
+                f'"{outbox}". If you mean {alias!r}, set using={alias!r} of the stage, '
+                f'or TXMSG["HTTP"]["USING"]; for a flow, silence this check.',
                 id="txmsg.W015",
             )
 
@@ -83,10 +85,6 @@ def _parts() -> Iterator[tuple[str, str, bool]]:
         using = databases.of_stage(stage)
         if using is not None and stage.name not in of_flows:
             yield using, f"stage {stage.name!r}", stage.using is not None
-
-
-def _few(parts: list[str]) -> str:
-    return listed(parts, NAMED)
 
 
 def check_pools() -> Iterator[CheckMessage]:

@@ -306,6 +306,10 @@ def test_parts_in_default_beside_the_routers_database_are_a_warning() -> None:
 
     assert 'TXMSG["HTTP"]["USING"]' in found.msg
     assert 'TXMSG["HTTP"]["USING"]' not in later.msg
+    assert found.hint.endswith(
+        "If you mean 'default', set using='default' of the stage, or "
+        'TXMSG["HTTP"]["USING"]; for a flow, silence this check.'
+    )
     for one in (found, later):
         assert "stage 'tests.implied'" in one.msg or " more is in" in one.msg
         assert "flow " in one.msg
