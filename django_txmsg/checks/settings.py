@@ -22,6 +22,7 @@ from ..envelope.broker_url import split_url
 from ..envelope.codec import Codec
 from ..errors import ConfigurationError
 from ..lazy_imports import install
+from ..monitoring.databases import once_tasks
 from ..stages import all_stages
 
 _HOW_A_BROKER_LOOKS = (
@@ -395,14 +396,8 @@ def _lossy(app: Any) -> Iterator[tuple[str, str]]:
         )
 
 
-def _once_tasks(app: Any) -> list[Any]:
-    from ..celery import OnceTask
-
-    return [one for _, one in sorted(app.tasks.items()) if isinstance(one, OnceTask)]
-
-
 def _once(app: Any) -> Iterator[tuple[str, str]]:
-    tasks = _once_tasks(app)
+    tasks = once_tasks(app)
     # Tasks found by autodiscovery log the same in their worker.
     for task in tasks:
         for careless in task.careless():
@@ -419,7 +414,7 @@ def _once(app: Any) -> Iterator[tuple[str, str]]:
 
 def _uncounted(where: str, app: Any) -> Iterator[CheckMessage]:
     backend = str(app.conf.result_backend or "")
-    if backend.startswith("django-db") and _once_tasks(app):
+    if backend.startswith("django-db") and once_tasks(app):
         yield Warning(
             f"{where}: with the result backend django-db, a chord of OnceTasks may "
             f"never call its body if a worker is killed right after the chord has "

@@ -5,7 +5,7 @@ The relay, pruning, bulk operations and checks get their databases here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -34,20 +34,19 @@ def in_use() -> dict[str, str]:
         using = of_stage(stage)
         if using is not None:
             asking.setdefault(using, f"stage {stage.name!r}")
-    for task in _once_tasks():
-        if task.using:
-            asking.setdefault(task.using, f"the OnceTask {task.name!r}")
+    for broker in of_kind("celery").values():
+        with suppress(ConfigurationError):  # the checks report it
+            for task in once_tasks(broker.app):
+                if task.using:
+                    asking.setdefault(task.using, f"the OnceTask {task.name!r}")
     return asking
 
 
-def _once_tasks() -> Iterator[Any]:
-    """Yield the `OnceTask`s that this process has imported."""
-    for broker in of_kind("celery").values():
-        with suppress(ConfigurationError):  # the checks report it
-            for task in tuple(broker.app.tasks.values()):
-                # Only an OnceTask has this method. This part cannot import the class.
-                if hasattr(task, "careless"):
-                    yield task
+def once_tasks(app: Any) -> list[Any]:
+    """Return the `OnceTask`s of a Celery app that this process has imported, sorted by
+    name."""
+    # Only an OnceTask has this method. This part cannot import the class.
+    return [one for _, one in sorted(app.tasks.items()) if hasattr(one, "careless")]
 
 
 def with_tables() -> list[str]:
