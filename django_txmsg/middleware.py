@@ -22,7 +22,7 @@ from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 
 from . import conf
-from .django_internals import View, is_non_atomic, wrap_views
+from .django_views import View, is_non_atomic, wrap_views
 from .http_outbox import idempotency
 from .http_outbox.session import OutboxSession
 from .sending.scope import enter_scope
