@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,11 @@ from django.db.transaction import TransactionManagementError
 _SPOILED = (3, 4)
 #: The same: ACTIVE, INTRANS and INERROR, in which a transaction is open.
 _BEGUN = (1, 2, 3)
+#: Statements that end a transaction. ROLLBACK TO SAVEPOINT does not.
+_ENDS = re.compile(
+    r"\s*(COMMIT|END|ABORT|ROLLBACK(?!\s+(WORK\s+|TRANSACTION\s+)?TO\b))\b",
+    re.IGNORECASE,
+)
 
 
 def in_block(connection: Any) -> bool:
@@ -63,9 +69,17 @@ def begun_by_hand(connection: Any) -> bool:
         return False
     if not connection.autocommit:
         return bool(connection.settings_dict["AUTOCOMMIT"])
-    if connection.vendor == "postgresql":
-        return raw.info.transaction_status in _BEGUN
-    return connection.vendor == "sqlite" and bool(raw.in_transaction)
+    if connection.vendor == "sqlite":
+        return bool(raw.in_transaction)
+    return has_begun(connection)
+
+
+def has_begun(connection: Any) -> bool:
+    """Return whether a transaction is open on a PostgreSQL server."""
+    raw = connection.connection
+    if connection.vendor != "postgresql" or raw is None:
+        return False
+    return bool(raw.info.transaction_status in _BEGUN)
 
 
 def end_by_hand(connection: Any) -> None:
@@ -124,11 +138,19 @@ def cause_of_rollback(connection: Any) -> BaseException | None:
 def note_errors(connection: Any) -> Callable[[], None]:
     """Record errors of statements from now on. Django itself does not record an error
     that a cursor raised and the caller caught. After SQLite has rolled back by itself,
-    further statements are refused. Returns a function that stops recording."""
+    further statements are refused. A COMMIT or ROLLBACK of the application is always
+    refused. Returns a function that stops recording."""
 
-    def note(execute: Any, *statement: Any) -> Any:
+    def note(execute: Any, sql: Any, *rest: Any) -> Any:
+        ends = _ENDS.match(sql) if isinstance(sql, str) else None
+        if ends:
+            raise TransactionManagementError(
+                f"{ends[1].upper()} is forbidden inside a stage or a session, whose "
+                f"transaction it would end. Use transaction.atomic(); to roll back, "
+                f"raise an exception."
+            )
         try:
-            return execute(*statement)
+            return execute(sql, *rest)
         except Error as error:
             if not _is_consequence(error):
                 connection.rollback_exc = error

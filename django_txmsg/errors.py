@@ -188,12 +188,17 @@ class TaskGivenUp(TxmsgError):
 
 
 class StageError(TxmsgError):
-    """A stage's transaction could not be completed, and was rolled back."""
+    """A stage's transaction could not be completed, and was rolled back.
+
+    Raised itself if a handler returns a coroutine or a generator, whose code has not
+    run, or ends the stage's transaction by a method of the driver's connection.
+    """
 
 
 class SwallowedDatabaseError(StageError):
     """Your code caught a database error inside a stage or a session. Since then, the
-    transaction of that stage or session can only roll back.
+    transaction of that stage or session can only roll back. Or a handler called
+    `transaction.set_rollback(True)`.
 
     Without this exception, Django would roll back silently, and the work would be lost,
     although the message is acknowledged or the response is sent. Let the error

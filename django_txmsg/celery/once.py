@@ -36,6 +36,7 @@ from ..consuming import protocol
 from ..consuming.protocol import Conflicts, Undecided, guarded
 from ..django_internals import abandon, in_block, raw
 from ..envelope.failure import Failure, cause_of
+from ..envelope.handler import ran
 from ..envelope.message import Message
 from ..envelope.stage_options import TransactionDefinition
 from ..errors import TaskGivenUp
@@ -221,7 +222,7 @@ class _Once:
         def work() -> Any:
             with in_scope(self._scope()), guarded(self.using):
                 try:
-                    return self.task.run(*self.args, **self.kwargs)
+                    return ran(self.task.run(*self.args, **self.kwargs))
                 except Ignore as error:
                     # It is done, or its replacement is.
                     ignored.append(error)

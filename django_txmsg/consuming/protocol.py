@@ -27,6 +27,8 @@ from ..django_internals import (
     cause_of_rollback,
     depth,
     end_by_hand,
+    has_begun,
+    is_broken,
     must_roll_back,
     raw,
     refuses_durable,
@@ -38,6 +40,7 @@ from ..errors import (
     BlockLeftOpen,
     BrokerUnavailable,
     DurableInStage,
+    StageError,
     SwallowedDatabaseError,
 )
 from ..models.inbox_arrival import InboxRecord
@@ -161,12 +164,13 @@ def guarded(using: str) -> Iterator[None]:
 
     Raises SwallowedDatabaseError if the handler caught a database error after which the
     transaction can only roll back: a commit would silently lose the work. Raises
-    DurableInStage if the handler entered `atomic(durable=True)`. Raises BlockLeftOpen
-    if the handler did not leave an `atomic()` block, or left autocommit off, on any
-    database.
+    StageError if the handler has ended the transaction by the driver's own methods.
+    Raises DurableInStage if the handler entered `atomic(durable=True)`. Raises
+    BlockLeftOpen if the handler did not leave an `atomic()` block, or left autocommit
+    off, on any database.
     """
     connection = connections[using]
-    outer = depth(connection)
+    outer, begun = depth(connection), has_begun(connections[using])
     before = {one: depth(one) for one in connections.all(initialized_only=True)}
     by_hand = {one for one in before if begun_by_hand(one)}
     left_open: list[str] = []
@@ -195,11 +199,27 @@ def guarded(using: str) -> Iterator[None]:
     refuse_left_open(left_open)
     if outer and must_roll_back(connection):
         _raise_hidden(connection)
-        raise SwallowedDatabaseError(
-            f"A database error on {using!r} was caught inside the stage and its "
-            f"transaction can only roll back. Let the error propagate, or put the "
-            f"failing query into an atomic() and catch it outside of that."
-        ) from cause_of_rollback(connection)
+        raise _swallowed(connection) from cause_of_rollback(connection)
+    if outer and begun and not has_begun(connection):
+        raise StageError(
+            f"The stage's transaction on {using!r} was ended while the handler ran, by "
+            f"a method of the driver's connection. To roll back, raise an exception."
+        )
+
+
+def _swallowed(connection: Any) -> SwallowedDatabaseError:
+    if cause_of_rollback(connection) is None and not is_broken(connection):
+        return SwallowedDatabaseError(
+            f"The stage's transaction on {connection.alias!r} can only roll back: "
+            f"transaction.set_rollback(True) was called, or an exception that left an "
+            f"atomic(savepoint=False) was caught. To roll back, raise an exception: "
+            f"Refuse buries the message, Redeliver tries it again."
+        )
+    return SwallowedDatabaseError(
+        f"A database error on {connection.alias!r} was caught inside the stage and its "
+        f"transaction can only roll back. Let the error propagate, or put the "
+        f"failing query into an atomic() and catch it outside of that."
+    )
 
 
 def _raise_hidden(connection: Any) -> None:

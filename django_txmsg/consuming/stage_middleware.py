@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from django.core.exceptions import MiddlewareNotUsed
@@ -24,7 +25,7 @@ from django.utils.module_loading import import_string
 
 from .. import conf
 from ..envelope.failure import cause_of
-from ..envelope.handler import Handler, is_coroutine
+from ..envelope.handler import Handler, is_coroutine, ran
 from ..envelope.message import Message
 from ..errors import ConfigurationError, MiddlewareMisused
 from ..stages import CallNext, Stage
@@ -61,6 +62,9 @@ def _prepare(stage: Stage) -> Stage:
     plain = stage.resolved()
     if is_coroutine(plain.handler):
         plain = replace(plain, handler=coroutines.blocking(plain))
+    called = plain.handler
+    checked = wraps(called)(lambda message: ran(called(message)))
+    plain = replace(plain, handler=checked)
     if plain.answering is not None:
         plain = replace(plain, handler=plain.answering(plain.handler))
     ready = plain

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, StageError
 from .message import Message
 
 Handler = Callable[[Message], Any]
@@ -96,6 +96,23 @@ def check(handler: Any, *, coroutine: bool = False) -> None:
             f"a call runs none of its code. Write a function that does its work and "
             f"returns."
         )
+
+
+def ran(result: Any) -> Any:
+    """Return the result of a handler. Raises StageError if the handler has only created
+    a coroutine or a generator: none of its code has run, and the message would still
+    count as processed. `check()` does not see this of a lambda, for example."""
+    unrun = inspect.isawaitable(result) or inspect.isasyncgen(result)
+    if not unrun and not inspect.isgenerator(result):
+        return result
+    if inspect.iscoroutine(result):
+        result.close()  # Python would warn that it was never awaited
+    raise StageError(
+        f"The handler returned a {type(result).__name__}, whose code has not run. "
+        f'Declare an `async def` with transaction="none" (a decorator around it needs '
+        f"functools.wraps), or call it by asgiref.sync.async_to_sync. Write a loop in "
+        f"place of a generator."
+    )
 
 
 def _runs(handler: Any) -> Any:

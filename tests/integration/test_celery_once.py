@@ -28,7 +28,12 @@ from django_txmsg.celery import OnceTask
 from django_txmsg.celery.calling import identity
 from django_txmsg.consuming import protocol
 from django_txmsg.consuming.protocol import StageTransaction
-from django_txmsg.errors import InvalidMessage, SwallowedDatabaseError, TaskGivenUp
+from django_txmsg.errors import (
+    InvalidMessage,
+    StageError,
+    SwallowedDatabaseError,
+    TaskGivenUp,
+)
 from django_txmsg.models import InboxMessage, OutboxMessage
 from django_txmsg.monitoring import databases, status
 from tests.app.models import Effect
@@ -208,6 +213,14 @@ def test_an_error_that_is_swallowed_is_a_failure() -> None:
 
     assert isinstance(deliver(once_task(work)), SwallowedDatabaseError)
     assert effects() == []
+
+
+def test_a_coroutine_that_nothing_awaits_is_a_failure() -> None:
+    async def work() -> None:
+        effect("never")
+
+    assert isinstance(deliver(once_task(work)), StageError)
+    assert InboxMessage.objects.get().processed_at is None
 
 
 def test_the_transaction_may_be_another_database_s() -> None:

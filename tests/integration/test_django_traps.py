@@ -4,14 +4,21 @@ error for each of them."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import IntegrityError, connection, connections, transaction
+from django.db.transaction import TransactionManagementError
 
 from django_txmsg.envelope.message import Message
-from django_txmsg.errors import BlockLeftOpen, DurableInStage, SwallowedDatabaseError
+from django_txmsg.errors import (
+    BlockLeftOpen,
+    DurableInStage,
+    StageError,
+    SwallowedDatabaseError,
+)
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
@@ -61,7 +68,105 @@ def test_a_set_rollback_is_not_lost_in_silence(options: dict[str, Any]) -> None:
 
     run_twice(handler, options)
     first_attempt_fails(SwallowedDatabaseError)
+    assert (
+        "transaction.set_rollback(True) was called" in Attempt.objects.get().exception
+    )
     assert effects() == ["bad", "good"]
+
+
+@pytest.mark.parametrize("ending", ["commit", "\n ROLLBACK WORK;", "END", "ABORT"])
+@drawn
+def test_a_statement_that_ends_the_transaction_is_refused(
+    options: dict[str, Any], ending: str
+) -> None:
+    """Otherwise COMMIT would mark the message as processed although its handler fails
+    later, and ROLLBACK would lose the work of a message that is acknowledged."""
+
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+        if message.body == "bad" and message.delivery_attempt == 1:
+            with connection.cursor() as cursor:
+                cursor.execute(ending)
+
+    run_twice(handler, options)
+    first_attempt_fails(TransactionManagementError)
+    assert effects() == ["bad", "good"]
+
+
+@drawn
+def test_a_savepoint_by_hand_may_be_rolled_back(options: dict[str, Any]) -> None:
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+        with connection.cursor() as cursor:
+            for sql in ("", "WORK ", "TRANSACTION "):
+                cursor.execute("SAVEPOINT mine")
+                Effect.objects.create(name="inner", message_id=str(message.id))
+                if connection.vendor == "postgresql" or sql != "WORK ":
+                    cursor.execute(f"ROLLBACK {sql}TO SAVEPOINT mine")
+                else:
+                    cursor.execute("ROLLBACK TO mine")
+
+    run_twice(handler, options)
+    assert not Attempt.objects.exists()
+    assert effects() == ["bad", "good"]
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("options", DRAWN[:2], ids=["outbox", "batch"])
+def test_a_rollback_by_the_driver_fails_the_attempt(options: dict[str, Any]) -> None:
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+        if message.body == "bad" and message.delivery_attempt == 1:
+            connection.connection.rollback()
+
+    run_twice(handler, options)
+    first_attempt_fails(StageError)
+    assert effects() == ["bad", "good"]
+
+
+async def charge(message: Message) -> None:
+    await sync_to_async(Effect.objects.create)(name="charged", message_id="")
+
+
+def unwrapped(function: Callable[[Message], Any]) -> Handler:
+    """A decorator that forgets functools.wraps."""
+
+    def call(message: Message) -> Any:
+        return function(message)
+
+    return call
+
+
+#: Handlers that only create the object whose code would do the work.
+UNRUN: dict[str, Handler] = {
+    "a decorator": unwrapped(charge),
+    "a lambda": lambda message: charge(message),
+    "a generator": lambda message: (
+        Effect.objects.create(name="charged", message_id="") for _ in range(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNRUN)
+@pytest.mark.parametrize(
+    "options",
+    [*DRAWN, {"transaction": "broker_only"}, {"transaction": "none"}],
+    ids=["outbox", "batch", "1pc", "broker_only", "none"],
+)
+def test_code_that_a_handler_has_not_run_fails_the_attempt(
+    options: dict[str, Any], kind: str
+) -> None:
+    """A handler returns a coroutine or a generator. None of the code has run, so the
+    message does not count as processed."""
+    with declared(UNRUN[kind], **options) as stage:
+        send(stage.destination)
+        send(stage.destination)
+        step(stage, times=2)
+    found = Attempt.objects.values_list("exception", flat=True)
+    assert found
+    assert all("StageError" in one for one in found)
+    assert not InboxMessage.objects.filter(processed_at__isnull=False).exists()
+    assert effects() == []
 
 
 @drawn
