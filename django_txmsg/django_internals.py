@@ -9,6 +9,7 @@ release of Django lacks one, or if another file of the package uses one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -365,6 +366,7 @@ class LateAtomic:
         if begun:
             # Django's flag; the driver itself need not begin anything any more.
             connection.autocommit = False
+            connection.create_cursor = functools.partial(_create_cursor, connection)
         else:
             self._wait()
 
@@ -445,6 +447,21 @@ class LateAtomic:
             # Valid for this transaction only, and only before its first query.
             with connection.cursor() as cursor:
                 cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {self._isolation}")
+
+
+def _create_cursor(connection: Any, name: str | None = None) -> Any:
+    """Do the same as Django's method, but create no cursor WITH HOLD inside a block.
+    Django looks at the autocommit mode of the driver, which has not begun the block's
+    transaction. PostgreSQL refuses such a cursor for SELECT … FOR UPDATE."""
+    if name is None or not connection.in_atomic_block:
+        return type(connection).create_cursor(connection, name)
+    from django.db.backends.postgresql.base import ServerSideCursor
+    from django.db.backends.postgresql.psycopg_any import register_tzloader
+
+    kind: Any = ServerSideCursor  # its stub has no parameters
+    cursor = kind(connection.connection, name, scrollable=False, withhold=False)
+    register_tzloader(connection.timezone, cursor)
+    return cursor
 
 
 def _forked() -> None:

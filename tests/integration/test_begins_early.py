@@ -86,6 +86,38 @@ def test_a_stage_without_a_level_has_its_connections_level(own: Any) -> None:
 
 
 @pytest.mark.postgresql
+def test_rows_are_locked_while_they_are_read_in_chunks() -> None:
+    """The driver has not begun the transaction. Nevertheless a cursor of the server
+    belongs to the transaction, and need not outlast it: PostgreSQL would refuse that
+    for SELECT … FOR UPDATE."""
+    for name in "abc":
+        Effect.objects.create(name=name, message_id="")
+    seen: list[str] = []
+    held: list[tuple[bool]] = []
+
+    def handler(message: Message) -> None:
+        rows = Effect.objects.select_for_update().order_by("name")
+        for one in rows.iterator(chunk_size=2):
+            seen.append(one.name)
+            with connection.cursor() as cursor:
+                cursor.execute(
+                    "SELECT is_holdable FROM pg_cursors WHERE name LIKE '%django%'"
+                )
+                held.extend(cursor.fetchall())
+        [own] = InboxMessage.objects.iterator()
+        assert own.first_received_at.utcoffset() is not None
+
+    with declared(handler, redelivery=RedeliveryPolicy(max_redeliveries=0)) as stage:
+        put(stage.destination)
+        step(stage, parked=False)
+    assert InboxMessage.objects.get().state == "processed"
+    assert seen == ["a", "b", "c"]
+    assert held == [(False,)] * 3
+    # Outside of a transaction, a cursor must outlast its statement.
+    assert len(list(Effect.objects.iterator(chunk_size=2))) == 3
+
+
+@pytest.mark.postgresql
 def test_asking_whether_it_can_begin_early_does_not_connect() -> None:
     connection.close()
     assert not begins_early(connection)

@@ -47,6 +47,7 @@ STATE = {
 METHODS = {
     "close": (),
     "close_if_health_check_failed": (),
+    "create_cursor": ("name",),
     "ensure_connection": (),
     "is_usable": (),
     "rollback": (),
@@ -58,7 +59,7 @@ METHODS = {
     "set_rollback": ("rollback",),
 }
 #: What else a connection has.
-OTHERS = ("features", "settings_dict", "wrap_database_errors")
+OTHERS = ("features", "settings_dict", "timezone", "wrap_database_errors")
 #: Of SQLite's connections, once they know their parameters.
 SQLITE = ("transaction_mode", "is_in_memory_db")
 #: Of features, of `transaction.Atomic`, of request handlers, and of views.
@@ -79,6 +80,8 @@ IMPORTED = [
     ("django.contrib.admin.views.main", "SEARCH_VAR"),
     ("django.core.management", "get_commands"),
     ("django.core.management", "load_command_class"),
+    ("django.db.backends.postgresql.base", "ServerSideCursor"),
+    ("django.db.backends.postgresql.psycopg_any", "register_tzloader"),
     ("django.http.request", "RawPostDataException"),
     ("django.utils.module_loading", "autodiscover_modules"),
     ("django.utils.module_loading", "module_has_submodule"),
