@@ -150,6 +150,9 @@ class Arrival:
     begun: bool = field(default=False, init=False)
     #: The previous attempt's error, if the next try must count as another attempt.
     error: BaseException | None = field(default=None, init=False)
+    #: The messages that its handler has sent, in mode "none", once the handler has
+    #: returned. The next try then omits the handler.
+    sent: list[NewMessage] | None = field(default=None, init=False)
     #: Attempts that ended because the database had no room for their handler's work.
     crowded: int = field(default=0, init=False)
 

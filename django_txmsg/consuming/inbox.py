@@ -168,6 +168,7 @@ def _worked(arrival: Arrival) -> Outcome:
             if outcome is not None:
                 return outcome
             # Read again: the handler may have changed the object it was given.
+            arrival.sent = None
             _read(arrival)
 
 

@@ -121,8 +121,9 @@ class Outside(Outbox):
 
     The handler may run more than once. When the handler has returned, one transaction
     marks the inbox row as processed and stores the messages that the handler has sent.
-    So these messages are stored only once. If the handler opens a transaction and sends
-    a message in it, the message is stored in that transaction instead.
+    So these messages are stored only once. While the database refuses the mark, only
+    this transaction is tried again. If the handler opens a transaction and sends a
+    message in it, the message is stored in that transaction instead.
     """
 
     def record(self, arrival: Arrival) -> None:
@@ -134,16 +135,20 @@ class Outside(Outbox):
         """Run the stage, then mark the row as processed and store the stage's
         messages."""
         inbox, pk = self.inbox, arrival.recorded.id
-        sent: list[NewMessage] = []
-        # The handler may take long: return the connection, as CONN_MAX_AGE permits.
-        recycle(idle=True)
-        self.handle(arrival, message, sent.extend)
-        # If its connection has ended meanwhile, the handler need not run again.
+        if arrival.sent is None:
+            sent: list[NewMessage] = []
+            # The handler may take long: return the connection, as CONN_MAX_AGE permits.
+            recycle(idle=True)
+            self.handle(arrival, message, sent.extend)
+            # If the database refuses what follows, the handler need not run again.
+            arrival.sent = sent
+        stored = arrival.sent
+        # Nor if its connection has ended meanwhile.
         close_broken(self.using)
         _, employed = protocol.once(
             self.stage.definition,
             take=partial(inbox.take, pk, arrival.token, arrival.turn),
-            run=lambda: store(sent, self.using) if sent else None,
+            run=lambda: store(stored, self.using) if stored else None,
             finish=lambda *_: ordering.wake([arrival]),
         )
         return employed

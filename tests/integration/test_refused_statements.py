@@ -264,6 +264,50 @@ def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
     assert Effect.objects.count() == 2
 
 
+def call_and_answer(calls: list[int]) -> Callable[[Message], None]:
+    """Return the handler of a stage without a transaction, which calls another
+    service."""
+
+    def handler(message: Message) -> None:
+        calls.append(message.delivery_attempt)
+        send_message("tests.next", None)
+
+    return handler
+
+
+def test_a_call_is_not_repeated_while_its_end_is_refused() -> None:
+    """A handler has called another service, and the database refuses to mark the
+    message as processed. Only the mark is tried again."""
+    calls: list[int] = []
+    handler = call_and_answer(calls)
+    with (
+        declared(handler, transaction="none", redelivery=REDELIVERED) as stage,
+        running(stage) as threads,
+    ):
+        with trigger("UPDATE", INBOX):
+            put(stage.destination)
+            wait_until(refused_often(threads))
+        wait_until(InboxMessage.objects.filter(processed_at__isnull=False).exists)
+    assert calls == [1]
+    assert OutboxMessage.objects.filter(destination="tests.next").count() == 1
+    assert not Attempt.objects.exists()
+
+
+def test_a_call_is_repeated_if_its_messages_cannot_be_stored() -> None:
+    """This is a failed attempt, and the next attempt runs the handler again."""
+    calls: list[int] = []
+    handler = call_and_answer(calls)
+    again = RedeliveryPolicy(max_redeliveries=2, initial_delay=0.0, mode="blocking")
+    with (
+        declared(handler, transaction="none", redelivery=again) as stage,
+        trigger("INSERT", OUTBOX),
+        running(stage),
+    ):
+        put(stage.destination)
+        wait_until(DeadLetter.objects.exists)
+    assert calls == [1, 2, 3]
+
+
 @pytest.mark.postgresql
 @pytest.mark.parametrize("queues", ["default", "other"])
 def test_connection_that_a_handler_has_spoiled_is_replaced(
