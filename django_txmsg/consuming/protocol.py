@@ -59,6 +59,10 @@ Result = TypeVar("Result")
 #: so that `processed_at` is at most this much too early.
 MARK_AGAIN_AFTER = 0.02
 
+#: SQLSTATEs of a role without a privilege, of a table that is not in the search_path
+#: (both 42), and of a transaction that is read-only.
+_OF_SESSION = ("42", "25006")
+
 
 class LostRace(Exception):
     """This delivery of the message cannot be processed any more: another delivery was
@@ -295,13 +299,17 @@ def ours(after_run: Any = None) -> Iterator[None]:
 
     `after_run` is the driver's connection on which a handler has run. If this
     connection has ended, the error is raised unchanged too, because the handler may be
-    at fault: it crashed the server, or waited for longer than the server permits."""
+    at fault: it crashed the server, or waited for longer than the server permits. So is
+    an error of the session's role, `search_path` or read-only mode: before the handler
+    changed these, the same table was written."""
     try:
         yield
     except AnyDatabaseError as error:
         if database_health.lost_conflict(error) or not database_health.may_pass(error):
             raise
-        if getattr(after_run, "closed", False):
+        state = database_health.sqlstate(error)
+        changed = after_run is not None and state.startswith(_OF_SESSION)
+        if changed or getattr(after_run, "closed", False):
             raise
         raise Undecided(error) from error
 

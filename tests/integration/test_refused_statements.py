@@ -17,6 +17,7 @@ import pytest
 from django.db import DatabaseError, connection, connections, transaction
 
 from django_txmsg import every
+from django_txmsg.consuming import protocol
 from django_txmsg.consuming.consumer import IDLE, Consumer
 from django_txmsg.consuming.intake import IntakeThread
 from django_txmsg.envelope.message import Message
@@ -306,6 +307,39 @@ def test_a_call_is_repeated_if_its_messages_cannot_be_stored() -> None:
         put(stage.destination)
         wait_until(DeadLetter.objects.exists)
     assert calls == [1, 2, 3]
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize(
+    "change",
+    [
+        "SET LOCAL ROLE powerless",
+        "SET LOCAL search_path TO nowhere",
+        "SET TRANSACTION READ ONLY",
+    ],
+)
+def test_a_handler_that_changes_its_role_or_path_fails(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a long handler, the database refuses the package's statement because of
+    what the handler has set. This counts as the handler's failure: another try would
+    not help."""
+    monkeypatch.setattr(protocol, "MARK_AGAIN_AFTER", -1.0)
+
+    def changing(message: Message) -> None:
+        handler(message)
+        ask(change)
+
+    ask("CREATE ROLE powerless")
+    try:
+        with declared(changing, redelivery=REDELIVERED) as stage, running(stage):
+            put(stage.destination)
+            wait_until(DeadLetter.objects.exists)
+    finally:
+        ask("DROP ROLE powerless")
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("attempts_exhausted", 4)
+    assert not Effect.objects.exists()
 
 
 @pytest.mark.postgresql
