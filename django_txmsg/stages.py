@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
+from django.apps import apps
 from django.utils.module_loading import import_string
 
 from . import codecs, conf, wire
-from .envelope.handler import Body, Declaring, Handler, accepted, bound, check, path_of
+from .envelope.handler import Body, Declaring, Handler, accepted, bound, check, origin
 from .envelope.message import MAX_NAME_LENGTH, Message, check_destination
 from .envelope.redelivery import RedeliveryPolicy
 from .envelope.stage_options import Rate, TransactionMode, check_mode
@@ -322,11 +323,13 @@ def stage(
 def register(declared: Stage) -> None:
     """Register a stage. Raises ConfigurationError if its name is taken."""
     known = _stages.get(declared.name, declared)
-    first, second = path_of(known.handler), path_of(declared.handler)
-    if first != second:
+    (first, made), (second, other) = origin(known.handler), origin(declared.handler)
+    # After the start, a test or a notebook may declare a changed function again.
+    if first != second or (made != other and not apps.ready):
         raise ConfigurationError(
             f"Two stages are named {declared.name!r}: {first} and {second}. Give one "
-            f"of them another name=."
+            f"of them another name=. But a queue gives each message to one stage only: "
+            f"if both need it, send to a topic, or call both from one handler."
         )
     _stages[declared.name] = declared
 

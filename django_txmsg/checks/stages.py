@@ -55,7 +55,7 @@ def check() -> list[CheckMessage]:
             _undo,
         ):
             found += look(stage)
-    return [*found, *_misnamed(), *_retention()]
+    return [*found, *_shared_queues(), *_misnamed(), *_retention()]
 
 
 def _misnamed() -> Iterator[CheckMessage]:
@@ -217,21 +217,30 @@ def _order(stage: Stage) -> Iterator[CheckMessage]:
             hint='Use transaction="outbox", or leave ordered= out.',
             id="txmsg.E060",
         )
-    others = [
-        one.name
-        for one in stages.all_stages()
-        if one.name != stage.name
-        and (one.broker, one.destination) == (stage.broker, stage.destination)
-        and not wire.is_topic(one.destination)
-    ]
-    if others:
-        yield Error(
-            f"Stage {stage.name!r} is ordered and shares the queue "
-            f"{stage.destination!r} with {', '.join(map(repr, others))}: each gets "
-            f"some of its messages, and waits for the others.",
-            hint="Give the queue one stage, or send to a topic.",
-            id="txmsg.E061",
-        )
+
+
+def _shared_queues() -> Iterator[CheckMessage]:
+    queues: dict[tuple[str, str], list[Stage]] = {}
+    for stage in stages.all_stages():
+        if not wire.is_topic(stage.destination):
+            queues.setdefault((stage.broker, stage.destination), []).append(stage)
+    for (_, queue), sharing in queues.items():
+        names = ", ".join(repr(one.name) for one in sharing)
+        shared = f"The stages {names} share the queue {queue!r}"
+        if len(sharing) > 1 and any(one.ordered for one in sharing):
+            yield Error(
+                f"{shared}, and at least one is ordered: each gets some of the "
+                f"messages, and an ordered one waits for those of the others.",
+                hint="Give the queue one stage, or send to a topic.",
+                id="txmsg.E061",
+            )
+        elif len(sharing) > 1:
+            yield Warning(
+                f"{shared}: each message goes to one of them, and a copy of it that "
+                f"goes to another one is processed again.",
+                hint="Send to a topic, or call both functions from one handler.",
+                id="txmsg.W016",
+            )
 
 
 def _rate(stage: Stage) -> Iterator[CheckMessage]:

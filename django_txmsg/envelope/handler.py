@@ -225,3 +225,11 @@ def path_of(handler: Callable[..., Any]) -> str:
     """Return the dotted path of a function."""
     handler = inspect.unwrap(handler)
     return f"{handler.__module__}.{getattr(handler, '__qualname__', handler)}"
+
+
+def origin(handler: Callable[..., Any]) -> tuple[str, list[object]]:
+    """Return the dotted path of a function, and what distinguishes it from another
+    function of the same path: two lambdas, say, or two results of one factory."""
+    plain = inspect.unwrap(handler)
+    names = ("__self__", "__code__", "__closure__", "__defaults__", "__kwdefaults__")
+    return path_of(plain), [getattr(plain, name, None) for name in names]

@@ -401,6 +401,17 @@ def test_subscription_whose_name_is_too_long_is_an_error(
         assert [one.id for one in check()] == ids
 
 
+def test_two_stages_of_one_queue_are_a_warning() -> None:
+    with stage(to="tests.shared", name="tests.one"), txmsg():
+        with stage(to="topic:tests.shared", name="tests.two"):
+            assert check() == []
+        with stage(to="tests.shared", name="tests.two"):
+            found = only(check())
+
+    assert found.id == "txmsg.W016"
+    assert "'tests.one', 'tests.two' share the queue 'tests.shared'" in found.msg
+
+
 def test_an_isolation_level_on_sqlite_is_a_warning() -> None:
     with stage(using="other", isolation="serializable"), txmsg():
         found = only(check())

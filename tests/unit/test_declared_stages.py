@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from django.apps import apps
 
 from django_txmsg import Destination, Message, stage
 from django_txmsg.errors import ConfigurationError
@@ -239,6 +240,45 @@ def test_a_decorator_may_change_the_arguments(case: str) -> None:
 def test_a_destination_is_a_name_or_a_destination(destination: Any) -> None:
     with pytest.raises(ConfigurationError, match="for its destination"):
         stage(destination)
+
+
+def made(factor: int) -> Callable[[Message], int]:
+    def handle(message: Message) -> int:
+        return factor
+
+    return handle
+
+
+#: Functions of one dotted path that do different work.
+TWINS: dict[str, list[Callable[[Message], Any]]] = {
+    "lambdas": [lambda message: 1, lambda message: 2],
+    "a factory": [made(1), made(2)],
+    "a loop": [lambda message, factor=one: factor for one in (1, 2)],
+    "methods": [Instance(plain).__call__, Instance(plain).__call__],
+}
+
+
+@pytest.mark.parametrize("case", TWINS)
+def test_a_second_function_of_a_name_is_refused_at_the_start(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise only the second function would run."""
+    first, second = TWINS[case]
+    with monkeypatch.context() as starting:
+        starting.setattr(apps, "ready", False)
+        stage("tests.twins")(first)
+        stage("tests.twins")(first)
+        with pytest.raises(ConfigurationError, match="Two stages are named"):
+            stage("tests.twins")(second)
+    # In a notebook, say, which runs a changed cell again.
+    stage("tests.twins")(second)
+    assert find(["tests.twins"])[0].handler is second
+
+
+def test_a_second_function_of_a_queue_is_refused() -> None:
+    stage("tests.twins")(plain)
+    with pytest.raises(ConfigurationError, match="or call both from one handler"):
+        stage("tests.twins")(untyped)
 
 
 def test_without_parentheses_it_says_what_to_write() -> None:
