@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -62,29 +62,41 @@ def _misnamed() -> Iterator[CheckMessage]:
     """Warn of modules that declare stages but are not imported when Django starts."""
     for app in apps.get_app_configs():
         package: Any = app.module
-        for module in iter_modules(getattr(package, "__path__", ())):
-            path = f"{app.name}.{module.name}"
-            if path in sys.modules or module.name.startswith(("test", "conftest")):
-                continue
-            # Only source is read: a package, a compiled module or a zip archive has no
-            # such file.
-            folder = getattr(module.module_finder, "path", "")
-            source = Path(folder, f"{module.name}.py")
-            if module.ispkg or not source.is_file():
+        for path, source in _modules(getattr(package, "__path__", ()), app.name):
+            # Only source is read: a compiled module or a zip archive has no such file.
+            if path in sys.modules or not source.is_file():
                 continue
             with source.open("rb") as file:
                 text = file.read(_READ)
             if b"django_txmsg" not in text or not _DECLARATION.search(text):
                 continue
+            name = path.removeprefix(f"{app.name}.")
             hint = f"Import it in {app.name}.stages."
-            if not module_has_submodule(package, "stages"):
-                hint = f"Rename the module `{module.name}` to `stages`."
+            if "." not in name and not module_has_submodule(package, "stages"):
+                hint = f"Rename the module `{name}` to `stages`."
             yield Warning(
                 f"The stages in {path} are not found: only modules named "
                 f"`stages` are imported when Django starts.",
                 hint=hint,
                 id="txmsg.W006",
             )
+
+
+def _modules(folders: Iterable[str], package: str) -> Iterator[tuple[str, Path]]:
+    """Yield the modules of a package, and of the packages inside it, each with its
+    file. Packages that are apps themselves are omitted."""
+    apart = {"migrations", "management"}
+    apart |= {one.name for one in apps.get_app_configs()}
+    for module in iter_modules(folders):
+        path = f"{package}.{module.name}"
+        if module.name.startswith(("test", "conftest")):
+            continue
+        folder = Path(getattr(module.module_finder, "path", ""))
+        if not module.ispkg:
+            yield path, folder / f"{module.name}.py"
+        elif not apart & {module.name, path}:
+            yield path, folder / module.name / "__init__.py"
+            yield from _modules([str(folder / module.name)], path)
 
 
 def _definition(stage: Stage) -> Iterator[CheckMessage]:

@@ -140,6 +140,23 @@ def test_check_names_a_module_of_stages_that_is_not_imported(
 
 
 @pytest.mark.sqlite
+def test_check_names_a_module_in_a_package_that_is_not_imported(tmp_path: Path) -> None:
+    shop = tmp_path / "shop"
+    for folder in ("stages", "work", "tests", "inner"):
+        (shop / folder).mkdir(parents=True)
+        (shop / folder / "__init__.py").touch()
+        (shop / folder / "orders.py").write_text(HANDLER)
+    (shop / "__init__.py").touch()
+
+    text = django(tmp_path, [*EVERYTHING, "shop", "shop.inner"], "check")
+
+    for name in ("stages", "work", "inner"):
+        assert text.count(f"The stages in shop.{name}.orders are not found") == 1
+    assert text.count("are not found") == 3
+    assert text.count("Import it in shop.stages.") == 2
+
+
+@pytest.mark.sqlite
 @pytest.mark.parametrize(
     ("mistake", "line", "said"),
     [
