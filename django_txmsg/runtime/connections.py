@@ -114,6 +114,8 @@ def _has_spoken(connection: Any) -> bool:
     driver = raw(connection)
     if driver.closed:
         return True
+    if not hasattr(select, "poll"):  # eventlet removes it
+        return bool(select.select([driver.fileno()], [], [], 0)[0])
     listener = select.poll()
     listener.register(driver.fileno(), select.POLLIN)
     return bool(listener.poll(0))

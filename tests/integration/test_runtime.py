@@ -17,6 +17,7 @@ from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.runtime.connections import close_broken
 from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.stages import CallNext, Stage
 from tests import services
@@ -218,6 +219,24 @@ def test_a_connection_past_its_age_is_replaced() -> None:
 
         wait_until(another)
     assert seen == sorted(seen, key=seen.index), "one after the other"
+
+
+def test_a_session_that_the_server_has_ended_is_noticed_without_poll(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """eventlet removes poll() from the module `select`."""
+    monkeypatch.delattr("select.poll")
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        [pid] = cursor.fetchone()
+    close_broken("default")
+    assert connection.connection is not None
+    other = connections["default"].copy()
+    with other.cursor() as cursor:
+        cursor.execute("SELECT pg_terminate_backend(%s, 30000)", [pid])
+    other.close()
+    close_broken("default")
+    assert connection.connection is None
 
 
 @pytest.mark.parametrize("checks", [False, True])
