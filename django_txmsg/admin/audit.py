@@ -16,7 +16,6 @@ from django.contrib.contenttypes.models import ContentType
 from django.db import router, transaction
 from django.db.models import Model, Q
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import render
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
@@ -137,13 +136,12 @@ def may_i(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
         for one in _allowances(admin, request, model)
     ]
     context = {
-        **admin.page_context(request, "May I?"),
         "parts": [
             ("You may", [one for one in found if one.granted]),
             ("You may not", [one for one in found if not one.granted]),
         ],
     }
-    return render(request, "admin/django_txmsg/permissions.html", context)
+    return admin.show(request, "permissions", "May I?", context)
 
 
 def _allowances(

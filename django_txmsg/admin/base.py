@@ -15,6 +15,7 @@ from django.core.exceptions import PermissionDenied
 from django.db.models import Case, QuerySet, When
 from django.db.models.fields.json import KeyTextTransform
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.shortcuts import render
 from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -157,14 +158,17 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         rows = f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
         return led(request, rows)
 
-    def page_context(self, request: HttpRequest, title: str) -> dict[str, Any]:
-        """Return the template context that all our pages share."""
-        return {
+    def show(
+        self, request: HttpRequest, page: str, title: str, context: dict[str, Any]
+    ) -> HttpResponse:
+        """Return the response with one of our pages. `page` names its template."""
+        shared = {
             **self.admin_site.each_context(request),
             "opts": self.opts,
             "title": title,
             "media": self.media,
         }
+        return render(request, f"admin/django_txmsg/{page}.html", shared | context)
 
 
 class Pages:

@@ -16,7 +16,6 @@ from typing import Any
 from django.contrib import admin, messages
 from django.db import router
 from django.http import HttpRequest, HttpResponse, QueryDict
-from django.shortcuts import render
 from django.utils import timezone
 
 from .. import conf
@@ -77,10 +76,8 @@ class BulkAdmin(RowPageAdmin):
         rate = handled / seconds
         left = max(operation.total - handled, 0)
         service = operation.filter.get("service", "")
+        title = f"{operation.get_kind_display().capitalize()} in bulk"
         context = {
-            **self.page_context(
-                request, f"{operation.get_kind_display().capitalize()} in bulk"
-            ),
             "operation": operation,
             "handled": handled,
             "percent": 100
@@ -99,7 +96,7 @@ class BulkAdmin(RowPageAdmin):
             and not attendance.read_living(using, clock(using)).consumes(service),
             "skipped_why": sorted(operation.skipped_why.items()),
         }
-        return render(request, "admin/django_txmsg/bulk.html", context)
+        return self.show(request, "bulk", title, context)
 
     def move(self, verb: str, request: HttpRequest, pk: int) -> HttpResponse:
         """Pause, resume or cancel an operation. `verb` names the action."""
@@ -201,10 +198,8 @@ class ConfirmPages(Pages):
         count = facts.count
         same = count == 1 or "fingerprint" in filters
         newest = letters.only("exception", "reason").order_by("-pk").first()
+        title = f"{kind.capitalize()} {count:,} message{'s' * (count != 1)}?"
         context = {
-            **self._admin.page_context(
-                request, f"{kind.capitalize()} {count:,} message{'s' * (count != 1)}?"
-            ),
             "shown": str(shown),
             "kind": kind.value,
             "facts": facts,
@@ -214,7 +209,7 @@ class ConfirmPages(Pages):
             "memory": conf.get().RETENTION.INBOX,
             "background": count > AT_ONCE,
         }
-        return render(request, "admin/django_txmsg/confirm.html", context)
+        return self._admin.show(request, "confirm", title, context)
 
     def _start(
         self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str

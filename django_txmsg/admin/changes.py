@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from django.db import DatabaseError, InterfaceError, connections
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import render
 from django.utils import timezone
 
 from .. import conf
@@ -139,7 +138,6 @@ def show(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
     found.sort(key=lambda one: one.at, reverse=True)
     explain(found)
     context = {
-        **admin.page_context(request, "What changed"),
         "changes": [(one, _LANES[one.kind][1]) for one in found],
         "lanes": [
             (title, tone, [(_left(one), one) for one in found if one.kind == kind])
@@ -152,7 +150,7 @@ def show(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
         "most": MOST,
         "unversioned": VERSION in kinds and not conf.get().VERSION,
     }
-    return render(request, "admin/django_txmsg/changes.html", context)
+    return admin.show(request, "changes", "What changed", context)
 
 
 def _left(change: Change) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 from django.contrib import messages
 from django.db import router
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import render
 
 from .. import conf, wire
 from ..dead_letters import masking, resolution
@@ -79,7 +78,6 @@ class CopyPages(Pages):
             except (TxmsgError, DecodeError, ValueError) as error:
                 form["error"] = str(error)
         context = {
-            **self._admin.page_context(request, "Redeliver a copy"),
             "letter": letter,
             "form": form,
             "locked": [
@@ -89,7 +87,7 @@ class CopyPages(Pages):
             ],
             "masked": conf.get().MASK is not None,
         }
-        return render(request, "admin/django_txmsg/copy.html", context)
+        return self._admin.show(request, "copy", "Redeliver a copy", context)
 
     def _send(
         self,

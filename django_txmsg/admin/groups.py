@@ -21,7 +21,6 @@ from django.http import (
     HttpResponseBase,
     StreamingHttpResponse,
 )
-from django.shortcuts import render
 
 from .. import conf, wire
 from ..dead_letters import masking, selection
@@ -74,7 +73,6 @@ class GroupPages(Pages):
         latest = request.GET.get("sort") == "latest"
         groups = grouped(using, latest=latest)
         context = {
-            **self._admin.page_context(request, "Dead letters"),
             "groups": groups[:MOST_GROUPS],
             "latest": latest,
             "mutes": list(MUTES),
@@ -82,7 +80,7 @@ class GroupPages(Pages):
             "total": sum(group["count"] for group in groups),
             "muted": sum(group["count"] for group in groups if group["muted"]),
         }
-        return render(request, "admin/django_txmsg/groups.html", context)
+        return self._admin.show(request, "groups", "Dead letters", context)
 
     def note(self, request: HttpRequest) -> HttpResponse:
         """Store an operator's note about an error, and mute the error if requested."""
@@ -148,13 +146,12 @@ class GroupPages(Pages):
             lines = _as_csv(letters)
             return StreamingHttpResponse(lines, content_type="text/csv", headers=name)
         context = {
-            **self._admin.page_context(request, "Who is affected"),
             "count": shown.count,
             "parts": _affected(letters),
             "filters": said,
             "fields": hidden_fields(filters),
         }
-        return render(request, "admin/django_txmsg/affected.html", context)
+        return self._admin.show(request, "affected", "Who is affected", context)
 
 
 def _limit(text: str) -> int | None:

@@ -12,7 +12,6 @@ from django.db import router
 from django.db.models import QuerySet
 from django.db.models.functions import Length, Now
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import render
 from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 
@@ -81,7 +80,6 @@ class WorkerAdmin(ReadOnlyAdmin):
             "delivery": picture.queues,
         }
         context = {
-            **self.page_context(request, "Running now"),
             "now": picture.now,
             "live": "live" in request.GET,
             "unattended": picture.unattended,
@@ -94,7 +92,7 @@ class WorkerAdmin(ReadOnlyAdmin):
                 if one.in_flight
             ],
         }
-        return render(request, "admin/django_txmsg/running.html", context)
+        return self.show(request, "running", "Running now", context)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Worker]:
         """Return the workers, each with the database's current time."""

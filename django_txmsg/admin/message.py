@@ -19,7 +19,6 @@ from django.contrib import messages
 from django.db import router
 from django.db.models import Q
 from django.http import Http404, HttpRequest, HttpResponse
-from django.shortcuts import render
 
 from .. import conf, wire
 from ..consuming import deadline
@@ -258,7 +257,6 @@ class MessagePages(Pages):
         first = known[0]
         correlation_id = next((one.correlation_id for one in known), "")
         context = {
-            **self._admin.page_context(request, f"Message to {first.destination}"),
             "now": now,
             "message_id": message_id,
             "destination": first.destination,
@@ -280,7 +278,9 @@ class MessagePages(Pages):
             and any(one.state.value == "received" for one in inbox)
             and bool(deadline.stoppable(message_id, using)),
         }
-        return render(request, "admin/django_txmsg/message.html", context)
+        return self._admin.show(
+            request, "message", f"Message to {first.destination}", context
+        )
 
     def body(
         self, request: HttpRequest, message_id: uuid.UUID, table: str, pk: int

@@ -12,7 +12,6 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.db import router
 from django.db.models import QuerySet, Value
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import render
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -242,7 +241,6 @@ class FindingAdmin(ReadOnlyAdmin):
         count = findings.count()
         title = f"{action.capitalize()} {count:,} finding{'s' * (count != 1)}?"
         context |= {
-            **self.page_context(request, title),
             "count": count,
             "as_of": as_of.isoformat(),
             "mark": _mark(findings),
@@ -251,7 +249,7 @@ class FindingAdmin(ReadOnlyAdmin):
             "chosen": request.POST.getlist(ACTION_CHECKBOX_NAME),
             "across": request.POST.get("select_across", "0"),
         }
-        return render(request, f"admin/django_txmsg/{action}.html", context)
+        return self.show(request, action, title, context)
 
     def _say(
         self,

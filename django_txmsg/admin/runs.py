@@ -11,7 +11,6 @@ from django.db import router
 from django.db.models import Max, Min, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import render
 
 from ..consuming import bulk_thread
 from ..dead_letters import masking
@@ -184,15 +183,12 @@ class RunAdmin(RowPageAdmin):
             messages.warning(request, "No run that waits for this step can go back.")
             return self.led_to_list(request)
         ages = shown.bound(found).aggregate(oldest=Min("since"), newest=Max("since"))
+        title = f"Send {shown.count:,} run{'s' * (shown.count != 1)} back to a step?"
         context = {
-            **self.page_context(
-                request,
-                f"Send {shown.count:,} run{'s' * (shown.count != 1)} back to a step?",
-            ),
             **{"flow": flow, "step": step, "steps": targets, **ages},
             **{"count": shown.count, "shown": str(shown)},
         }
-        return render(request, "admin/django_txmsg/go_back.html", context)
+        return self.show(request, "go_back", title, context)
 
     def row_page(self, request: HttpRequest, row: Run) -> HttpResponse:
         """Show one run: its state, its steps and its possible actions."""
@@ -213,7 +209,6 @@ class RunAdmin(RowPageAdmin):
             if declared is not None and not acts.refused(name, run)
         ]
         context = {
-            **self.page_context(request, f"Run of {run.flow}"),
             "run": run,
             "word": word(run),
             "waits": waits(run),
@@ -244,7 +239,7 @@ class RunAdmin(RowPageAdmin):
             "possible": possible,
             "seen": run.since.isoformat(),
         }
-        return render(request, "admin/django_txmsg/run.html", context)
+        return self.show(request, "run", f"Run of {run.flow}", context)
 
     def act(self, request: HttpRequest, pk: int, name: str) -> HttpResponse:
         """Perform an action on a run, unless the run has advanced since the page was

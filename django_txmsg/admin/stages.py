@@ -13,7 +13,6 @@ from django.contrib import admin, messages
 from django.db import router
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, JsonResponse
-from django.shortcuts import render
 
 from .. import conf, contracts
 from ..consuming import rates
@@ -40,7 +39,8 @@ class PausableAdmin(ReadOnlyAdmin):
     #: alone.
     noun: ClassVar[str]
     called: ClassVar[str] = ""
-    #: The page's title.
+    #: The page's template and title.
+    page: ClassVar[str]
     title: ClassVar[str]
     #: The form's field with the name.
     field: ClassVar[str] = "name"
@@ -70,8 +70,7 @@ class PausableAdmin(ReadOnlyAdmin):
     ) -> HttpResponse:
         """Show all rows on one page."""
         insist(self.has_view_permission(request))
-        context = {**self.page_context(request, self.title), **self.rows(request)}
-        return render(request, self.change_list_template, context)
+        return self.show(request, self.page, self.title, self.rows(request))
 
     def rows(self, request: HttpRequest) -> dict[str, Any]:
         """Return the template context with the rows."""
@@ -142,7 +141,7 @@ class StageAdmin(PausableAdmin):
     database."""
 
     kind, noun, called, field = "stage", "stage", "stage", "stage"
-    title, change_list_template = "Stages", "admin/django_txmsg/stages.html"
+    page, title = "stages", "Stages"
     follows = " Its consumers obey within a second."
     change = staticmethod(pausing.set_stage)
 
@@ -199,22 +198,23 @@ class StageAdmin(PausableAdmin):
         """Show the contract: which messages this service sends and receives.
         `?format=json` returns the document itself."""
         insist(self.has_view_permission(request))
-        file, context = contracts.path(), self.page_context(request, "Contract")
+        file = contracts.path()
+        context: dict[str, Any]
         try:
             before = contracts.read(file) if file.exists() else {}
             contract = contracts.build(before)
         except ConfigurationError as error:
-            context |= {"problem": str(error)}
+            context = {"problem": str(error)}
         else:
             if request.GET.get("format") == "json":
                 return JsonResponse(contract, json_dumps_params={"indent": 2})
-            context |= {
+            context = {
                 "channels": channels(contract),
                 "committed": bool(before),
                 "changed": before != contract,
                 "breaking": contracts.breaking(before, contract),
             }
-        return render(request, "admin/django_txmsg/contract.html", context)
+        return self.show(request, "contract", "Contract", context)
 
 
 @admin.register(Schedule)
@@ -223,8 +223,7 @@ class ScheduleAdmin(PausableAdmin):
     exist only in the database."""
 
     kind, noun = "schedule", "recurring message"
-    title = "Recurring messages"
-    change_list_template = "admin/django_txmsg/schedule.html"
+    page, title = "schedule", "Recurring messages"
     exclude = ("made",)  # it contains a body
     change = staticmethod(pausing.set_recurring)
     database = staticmethod(schedule.database_of)
