@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from django_txmsg import stages, wire
 from django_txmsg.flows import declaration
 from django_txmsg.flows.batches import Batches
+from tests.forgetting import forget_flow
 
 Shelved = TypeVar("Shelved", bound=type[Any])
 
@@ -40,7 +41,7 @@ def at_hand(*flows: type[Any]) -> Iterator[None]:
 
 
 def _withdraw(name: str) -> None:
-    declaration.forget(name)
+    forget_flow(name)
     for address in (name, name + wire.STEPS):
         stages.unregister(address)
 

@@ -173,12 +173,6 @@ def upgrade(name: str, *, from_version: int) -> Callable[[Decorated], Decorated]
     return declare
 
 
-def forget(name: str) -> None:
-    """Remove the upgraders of a type, for tests."""
-    for key in [key for key in _upgraders if key[0] == name]:
-        del _upgraders[key]
-
-
 def needed(name: str, version: int, to: int) -> bool:
     """Return whether any step from `version` to `to` has an upgrader."""
     return any((name, one) in _upgraders for one in range(version, to))

@@ -260,11 +260,6 @@ def declarations() -> list[Declaration]:
     return list(_declared.values())
 
 
-def forget(name: str) -> None:
-    """Remove a flow, for tests."""
-    _declared.pop(name, None)
-
-
 def check_name(name: str) -> None:
     """Raise ConfigurationError if the name is invalid for a flow."""
     if not is_name(name) or name.endswith(wire.STEPS):

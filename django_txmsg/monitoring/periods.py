@@ -88,11 +88,6 @@ def _not_remembered(
     return found
 
 
-def forget() -> None:
-    """Clear this process's cache of counts. For tests."""
-    _unstored.clear()
-
-
 def remember(using: str, now: dt.datetime) -> None:
     """Find the finished periods of the last 24 hours that have no `PeriodCount` rows
     yet. Count the messages of each such period, and store the counts."""

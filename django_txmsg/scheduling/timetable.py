@@ -194,11 +194,6 @@ def every(
     return found
 
 
-def forget(name: str) -> None:
-    """Remove the declared message with this name, for tests."""
-    _declared.pop(name, None)
-
-
 def recurring() -> list[Recurring]:
     """Return all declared recurring messages, sorted by name. If an entry of
     TXMSG["SCHEDULE"] has the same name as a message that `every()` declares, the entry

@@ -9,7 +9,7 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 
 from django_txmsg import stages
-from django_txmsg.monitoring import periods
+from tests.forgetting import forget_counts
 
 ALL_VIEWS = (
     "view_outboxmessage",
@@ -24,7 +24,7 @@ ALL_VIEWS = (
 @pytest.fixture(autouse=True)
 def nothing_counted() -> None:
     """Clear the counts that this process has cached for another test's rows."""
-    periods.forget()
+    forget_counts()
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from selenium.webdriver.common.by import By
 from django_txmsg import every, stages
 from django_txmsg.dead_letters import bulk
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage
-from django_txmsg.scheduling.timetable import forget
 from django_txmsg.testing import drain
 from tests import factories
 from tests.faults import ManageProcess
+from tests.forgetting import forget_recurring
 from tests.running import txmsg
 from tests.trips import trips, waiting
 
@@ -265,7 +265,7 @@ def test_each_label_of_a_recurring_message_stands_with_its_field(
         assert walker.torn("label") == []
         assert not walker.overflows()
     finally:
-        forget("reports.nightly")
+        forget_recurring("reports.nightly")
         walker.look()
 
 

@@ -41,9 +41,9 @@ from django_txmsg.models import (
     Worker,
 )
 from django_txmsg.monitoring import alarms, alerting, status, waiting
-from django_txmsg.scheduling.timetable import forget
 from tests import factories
 from tests.factories import ago
+from tests.forgetting import forget_recurring
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -635,7 +635,7 @@ def test_a_recurring_message_that_is_not_stored_is_overdue(
         assert alarms.well(status.read())
         assert told()[1] == 0
     finally:
-        forget("reports.nightly")
+        forget_recurring("reports.nightly")
 
 
 def test_a_flow_whose_time_out_is_not_stored_is_overdue(admin_client: Client) -> None:

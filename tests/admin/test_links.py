@@ -22,9 +22,9 @@ from django.utils import timezone
 
 from django_txmsg import every, stages
 from django_txmsg.models import FlowStep, IdempotencyKey, OutboxMessage, Run
-from django_txmsg.scheduling.timetable import forget
 from django_txmsg.spark.models import Finding
 from tests import factories
+from tests.forgetting import forget_recurring
 from tests.running import txmsg
 from tests.trips import trips
 
@@ -61,7 +61,7 @@ def starts() -> Iterator[list[str]]:
         yield [INDEX, f"{INDEX}auditentry/may-i/", *rows()]
     for stage in shop.STAGES:
         stages.unregister(stage.name)
-    forget("reports.nightly")
+    forget_recurring("reports.nightly")
 
 
 def rows() -> list[str]:

@@ -19,7 +19,7 @@ from django_txmsg import every
 from django_txmsg.checks import stages
 from django_txmsg.models import AuditEntry, Schedule
 from django_txmsg.scheduling.timekeeper import Timekeeper
-from django_txmsg.scheduling.timetable import forget
+from tests.forgetting import forget_recurring
 
 URL = "/admin/django_txmsg/schedule/"
 OVERVIEW = "/admin/django_txmsg/"
@@ -29,7 +29,7 @@ OVERVIEW = "/admin/django_txmsg/"
 def _recurring() -> Iterator[None]:
     every("0 3 * * *", "reports.nightly", {}, tz="Europe/Berlin")
     yield
-    forget("reports.nightly")
+    forget_recurring("reports.nightly")
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_row_of_a_made_message_shows_no_body(operator: Client) -> None:
 @pytest.mark.django_db
 def test_the_page_is_not_offered_where_nothing_recurs(operator: Client) -> None:
     assert "Recurring</a>" in operator.get(OVERVIEW).content.decode()
-    forget("reports.nightly")
+    forget_recurring("reports.nightly")
     assert "Recurring</a>" not in operator.get(OVERVIEW).content.decode()
     assert "Nothing recurs here" in operator.get(URL).content.decode()
 
@@ -170,7 +170,7 @@ def test_the_command_lists_pauses_and_resumes(
     assert "Resumed" in told("resume", "reports.nightly")
     with pytest.raises(CommandError, match="no recurring message 'other'"):
         told("pause", "other")
-    forget("reports.nightly")
+    forget_recurring("reports.nightly")
     Schedule.objects.all().delete()
     assert "Nothing recurs" in told("list")
 
@@ -209,7 +209,7 @@ def test_declaration_that_no_relay_has_recorded_is_marked(operator: Client) -> N
     check(recorded=False)
     Timekeeper(["default"]).tick()
     check(recorded=True)
-    forget("reports.nightly")
+    forget_recurring("reports.nightly")
     every("0 4 * * *", "reports.nightly", {}, tz="Europe/Berlin")
     check(recorded=False)
     Timekeeper(["default"]).tick()
@@ -234,7 +234,7 @@ def test_check_finds_recurring_message_that_cannot_be_stored(
     try:
         (found,) = stages.check_schedule()
     finally:
-        forget("reports.bad")
+        forget_recurring("reports.bad")
 
     assert found.id == "txmsg.E050"
     assert why in found.msg

@@ -18,6 +18,7 @@ from django_txmsg.envelope import message_type as message_types
 from django_txmsg.scheduling import timetable
 from tests.app.models import Order
 from tests.docs.pages import HOW_TO, PAGES, ROOT, blocks
+from tests.forgetting import forget_recurring
 
 SHOWING = [
     page
@@ -42,7 +43,7 @@ def _shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if stage.name not in known:
             stages.unregister(stage.name)
     for one in timetable.recurring():
-        timetable.forget(one.name)
+        forget_recurring(one.name)
 
 
 @pytest.mark.usefixtures("_shop")

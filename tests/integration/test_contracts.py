@@ -29,10 +29,10 @@ from django_txmsg import (
     stages,
     upgrade,
 )
-from django_txmsg.envelope import message_type as message_types
 from django_txmsg.sending import destination
 from tests import factories
 from tests.acceptance.shop import PROJECT, environment
+from tests.forgetting import forget_upgraders
 from tests.running import committing, declared, txmsg
 
 Item = TypeVar("Item")
@@ -116,7 +116,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(stages, "_stages", {})
     monkeypatch.setattr(destination, "_declared", [])
     yield
-    message_types.forget("shop.Order")
+    forget_upgraders("shop.Order")
     codecs.forget()
 
 
@@ -483,7 +483,7 @@ def test_check_reports_a_removed_upgrader_until_the_export(
     with service(takes={"orders.place": cls}):
         run("export", file)
         assert run("check", file)[1] == 0
-    message_types.forget("shop.Order")
+    forget_upgraders("shop.Order")
     with service(takes={"orders.place": cls}):
         said, code = run("check", file)
         assert (code, said.count(IN)) == (1, 1)

@@ -74,7 +74,6 @@ from django_txmsg.flows import (
     TimedOut,
     acts,
     cancel,
-    declaration,
     signal,
     start,
     step,
@@ -93,6 +92,7 @@ from django_txmsg.models.queue import QueueMessage
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
+from tests.forgetting import forget_flow
 from tests.running import committing, declared, put, ship, txmsg
 from tests.running import step as take
 from tests.shelved_flows import at_hand, shelved
@@ -272,7 +272,7 @@ def begun(number: int = 1) -> Run:
 @contextmanager
 def deployed(flow: type[Flow[Ruled, int]]) -> Iterator[None]:
     """Register `flow` as the present code of the flow."""
-    declaration.forget("rules.flow")
+    forget_flow("rules.flow")
     for address in ("rules.flow", "rules.flow.steps"):
         stages.unregister(address)
     with at_hand(flow):
@@ -648,7 +648,7 @@ def test_check_finds_what_open_runs_wait_for_and_the_code_does_not_have() -> Non
         assert lacking() == []
     with deployed(Narrowed):
         assert "version 2 of its state" in lacking()[0]
-    declaration.forget("rules.flow")
+    forget_flow("rules.flow")
     assert lacking() == ["the flow itself"]
     with txmsg(SERVICE="renamed", FORMER_SERVICES=["tests"]):
         assert lacking() == ["the flow itself"]

@@ -25,9 +25,9 @@ from django_txmsg.models import AuditEntry, OutboxMessage, Schedule
 from django_txmsg.monitoring import schedule
 from django_txmsg.runtime import liveness
 from django_txmsg.scheduling.timekeeper import Timekeeper
-from django_txmsg.scheduling.timetable import forget
 from tests.admin.conftest import somebody  # noqa: F401 - a fixture
 from tests.faults import wait_until
+from tests.forgetting import forget_recurring
 from tests.integration.test_recurring import LONG, MINUTE, NOON, Clock, at, stored
 from tests.running import committing, txmsg
 
@@ -239,7 +239,7 @@ def test_what_the_code_declares_comes_first(
         clock.now += MINUTE
         timekeeper.tick()
     finally:
-        forget("both")
+        forget_recurring("both")
     assert bodies() == ['"declared"']
 
 

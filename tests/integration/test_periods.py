@@ -11,6 +11,7 @@ from django.utils import timezone
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage
 from django_txmsg.monitoring import periods, status
+from tests.forgetting import forget_counts
 from tests.running import committing, declared, put, step, txmsg
 
 pytestmark = committing
@@ -35,7 +36,7 @@ def test_message_that_waited_or_ran_for_hours_is_counted(mode: Any) -> None:
         periods.remember("default", timezone.now())  # from now on, only this is counted
         step(stage)
 
-        periods.forget()
+        forget_counts()
         now = timezone.now()
         hours = periods.last_day("default", now)
         assert (runs, sum(one.counts["processed"] for one in hours)) == ([1, 2], 1)
@@ -67,7 +68,7 @@ def test_periods_that_a_clock_stored_too_early_are_counted_again() -> None:
         periods.remember("default", timezone.now() + dt.timedelta(hours=3))
         put(stage.destination)
         step(stage)
-        periods.forget()
+        forget_counts()
         periods.remember("default", timezone.now())
         assert count(timezone.now()) == 2
 
@@ -79,7 +80,7 @@ def test_periods_that_a_clock_cached_too_early_are_counted_again() -> None:
     with txmsg(), declared(lambda message: None) as stage:
         put(stage.destination)
         step(stage)
-        periods.forget()
+        forget_counts()
         assert count(hour + dt.timedelta(minutes=35)) == 1
         put(stage.destination)
         step(stage)

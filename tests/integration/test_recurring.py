@@ -23,9 +23,10 @@ from django_txmsg.models import OutboxMessage, Schedule
 from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.scheduling.time_loop import keeping_time
 from django_txmsg.scheduling.timekeeper import AFTER_FAILURE, Timekeeper
-from django_txmsg.scheduling.timetable import forget, recurring
+from django_txmsg.scheduling.timetable import recurring
 from django_txmsg.testing import drain
 from tests.faults import ManageProcess, wait_until
+from tests.forgetting import forget_recurring
 from tests.running import IMPATIENT, committing, declared, ship, txmsg
 
 UTC = dt.timezone.utc
@@ -63,7 +64,7 @@ def keeping(
         timekeeper.tick()
         yield clock, timekeeper
     finally:
-        forget(one.name)
+        forget_recurring(one.name)
 
 
 def stored(using: str = "default") -> list[str]:
@@ -203,7 +204,7 @@ def test_an_expression_that_changes_makes_up_for_nothing_and_loses_nothing() -> 
     with keeping("0 * * * *") as (clock, old):
         clock.now += 60 * MINUTE
         old.tick()
-        forget("tests.tick")
+        forget_recurring("tests.tick")
         clock.now += 31 * MINUTE
         every("*/5 * * * *", "tests.tick", missed="all", tz="UTC")
         new = Timekeeper(["default"], now=clock)
@@ -213,7 +214,7 @@ def test_an_expression_that_changes_makes_up_for_nothing_and_loses_nothing() -> 
         new.tick()
         assert stored() == at(60, 95)
         # A process that has the old code still.
-        forget("tests.tick")
+        forget_recurring("tests.tick")
         every("0 * * * *", "tests.tick", tz="UTC")
         clock.now = NOON + 120 * MINUTE
         old.tick()
@@ -224,7 +225,7 @@ def test_an_expression_that_changes_makes_up_for_nothing_and_loses_nothing() -> 
 @pytest.mark.django_db
 def test_a_tick_of_a_new_expression_is_missed_as_any_other() -> None:
     with keeping("0 * * * *") as (clock, _):
-        forget("tests.tick")
+        forget_recurring("tests.tick")
         clock.now += 31 * MINUTE
         every("45 * * * *", "tests.tick", tz="UTC")
         Timekeeper(["default"], now=clock).tick()
@@ -472,7 +473,7 @@ def test_tasks_of_old_and_new_code_store_the_next_tick(
             try:
                 tasks.relay_outbox()
             finally:
-                forget(one.name)
+                forget_recurring(one.name)
 
     with txmsg():
         take_turns()
@@ -515,7 +516,7 @@ def test_two_recurring_messages_of_one_name_are_refused() -> None:
         with pytest.raises(ConfigurationError, match="Two recurring"):
             every("* * * * *", "tests.once", {"a": 2})
     finally:
-        forget("tests.once")
+        forget_recurring("tests.once")
 
 
 #: A valid expression that is longer than its column.
@@ -549,7 +550,7 @@ def test_a_typed_destination_recurs() -> None:
         one = every("* * * * *", Destination("tests.typed", dict))
         assert one.name == "tests.typed"
     finally:
-        forget("tests.typed")
+        forget_recurring("tests.typed")
 
 
 @pytest.mark.parametrize(

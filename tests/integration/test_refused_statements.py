@@ -31,10 +31,10 @@ from django_txmsg.runtime import database_health
 from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.scheduling.timekeeper import Timekeeper
-from django_txmsg.scheduling.timetable import forget
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.app.models import Effect
 from tests.faults import wait_until
+from tests.forgetting import forget_recurring
 from tests.running import at_work, committing, declared, put, running, txmsg
 
 pytestmark = committing
@@ -542,7 +542,7 @@ def test_a_timekeeper_goes_on(
     finally:
         timekeeper.stop()
         group.join()
-        forget(one.name)
+        forget_recurring(one.name)
 
 
 def test_an_intake_goes_on(caplog: pytest.LogCaptureFixture) -> None:

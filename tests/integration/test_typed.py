@@ -27,13 +27,13 @@ from django_txmsg import (
     upgrade,
 )
 from django_txmsg.dead_letters import bulk
-from django_txmsg.envelope import message_type as message_types
 from django_txmsg.errors import InvalidMessage
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.monitoring import alarms, status
 from django_txmsg.testing import drain
 from tests.factories import ago
 from tests.faults import wait_until
+from tests.forgetting import forget_upgraders
 from tests.running import (
     committing,
     declared,
@@ -115,7 +115,7 @@ def _clean() -> Iterator[None]:
     got.clear()
     upgrade("shop.PlaceOrder", from_version=1)(from_cents)
     yield
-    message_types.forget("shop.PlaceOrder")
+    forget_upgraders("shop.PlaceOrder")
     codecs.forget()
 
 

@@ -25,9 +25,10 @@ from django_txmsg.models import (
     OutboxMessage,
     QueueMessage,
 )
-from django_txmsg.scheduling.timetable import every, forget, recurring
+from django_txmsg.scheduling.timetable import every, recurring
 from tests.factories import ago
 from tests.faults import wait_until
+from tests.forgetting import forget_recurring
 from tests.running import (
     committing,
     declared,
@@ -423,7 +424,7 @@ def test_a_recurring_message_that_cannot_hold_its_key_is_an_error(
     try:
         assert [one.id for one in stages.check_schedule()] == ["txmsg.E050"] * fault
     finally:
-        forget("tests.nowhere")
+        forget_recurring("tests.nowhere")
 
 
 def test_unique_until_can_be_given_in_the_settings() -> None:

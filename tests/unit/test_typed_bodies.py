@@ -17,7 +17,6 @@ import pytest
 from typing_extensions import TypeAliasType, TypedDict
 
 from django_txmsg import Message, codecs, message_type, upgrade
-from django_txmsg.envelope import message_type as message_types
 from django_txmsg.envelope.handler import accepted, bound
 from django_txmsg.envelope.typed_body import BodyReader, TypeHeader
 from django_txmsg.errors import (
@@ -26,6 +25,7 @@ from django_txmsg.errors import (
     InvalidMessage,
     NewerCodeNeeded,
 )
+from tests.forgetting import forget_upgraders
 from tests.running import txmsg
 
 JSON = "application/json"
@@ -153,8 +153,8 @@ class Raising(pydantic.BaseModel):
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
-    message_types.forget("typed.Order")
-    message_types.forget("typed.Wrap")
+    forget_upgraders("typed.Order")
+    forget_upgraders("typed.Wrap")
     codecs.forget()
 
 
