@@ -21,45 +21,19 @@ from ..monitoring.lengths import duration as duration
 from ..monitoring.turns import at_least as at_least
 from ..monitoring.waiting import capped as capped
 
-#: The colour of each state's badge; the word is always shown too.
-TONES = {
-    "pending": "wait",
-    "received": "wait",
-    "redelivering": "warn",
-    "overdue": "bad",
-    "needs newer code": "warn",
-    "waits for its rate": "wait",
-    "blocked": "warn",
-    "in flight": "busy",
-    "running": "busy",
-    "paused": "warn",
-    "silent": "bad",
-    "firing": "bad",
-    "resolved": "good",
-    "no consumer": "bad",
-    "full": "bad",
-    "alive": "good",
-    "dispatched": "good",
-    "processed": "good",
-    "redelivered": "good",
-    "replaced": "good",
-    "done": "good",
-    "dead": "bad",
-    "open": "bad",
-    "failed again": "bad",
-    "undo stuck": "bad",
-    "failed": "warn",
-    "undoing": "warn",
-    "going back": "warn",
-    "waiting": "wait",
-    "answered": "good",
-    "handed over": "good",
-    "new": "warn",
-    "discarded": "quiet",
-    "muted": "quiet",
-    "cancelled": "quiet",
-    "unknown here": "quiet",
+#: The states by the colour of their badge. The word is always shown too. Other words
+#: are quiet.
+_WORDS = {
+    "wait": "pending, received, waiting, waits for its rate",
+    "busy": "in flight, running",
+    "good": "alive, answered, dispatched, done, handed over, processed, redelivered, "
+    "replaced, resolved",
+    "warn": "blocked, failed, going back, needs newer code, new, paused, redelivering, "
+    "undoing",
+    "bad": "dead, failed again, firing, full, no consumer, open, overdue, silent, "
+    "undo stuck",
 }
+TONES = {word: tone for tone, words in _WORDS.items() for word in words.split(", ")}
 
 
 def column(title: str, show: Callable[[Any], object], of: str = "") -> Any:
