@@ -53,17 +53,10 @@ class Run:
     ended: bool = False
 
 
-_run: ContextVar[Run | None] = ContextVar("django_txmsg_celery_run", default=None)
-
-
-def current_run() -> Run | None:
-    """Return the current execution of a task in this context, or None."""
-    return _run.get()
-
-
-def enter(run: Run | None) -> None:
-    """Set the current execution of a task in this context."""
-    _run.set(run)
+#: The current execution of a task in this context, or None.
+current_run: ContextVar[Run | None] = ContextVar(
+    "django_txmsg_celery_run", default=None
+)
 
 
 def without_asking(app: Any) -> None:
@@ -206,7 +199,7 @@ def call(
         return send(task_id, producer)
     masked = hidden(place(name), arguments)
     if _continues(task_id, nesting):
-        if (run := current_run()) is None:
+        if (run := current_run.get()) is None:
             return send(task_id, producer, **masked)
         refuse_another_broker(app, name, producer, *leads)
         return _send_later(send, app, task_id, run, masked)
@@ -301,7 +294,7 @@ def in_worker(app: Any) -> bool:
 def _continues(task_id: str | None, nesting: int) -> bool:
     """Return whether a call continues the running task: the call is a retry or a
     replacement, or is made after the task's transaction has ended."""
-    run = current_run()
+    run = current_run.get()
     if run is not None and run.ended:
         return True
     task = get_current_worker_task()

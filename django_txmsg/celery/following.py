@@ -164,8 +164,8 @@ def go_on(task: Any, result: Any) -> None:
     }
     if app.conf.task_inherit_parent_priority:
         given["priority"] = (request.delivery_info or {}).get("priority")
-    run, outer = calling.Run(ended=True), calling.current_run()
-    calling.enter(run)
+    run, outer = calling.Run(ended=True), calling.current_run.get()
+    calling.current_run.set(run)
     try:
         for link in links:
             signature(link, app=app).apply_async((result,), **given)
@@ -178,7 +178,7 @@ def go_on(task: Any, result: Any) -> None:
         # The errors of an unreachable backend differ from one to the other.
         raise _not_yet(task, error) from error
     finally:
-        calling.enter(outer)
+        calling.current_run.set(outer)
     send(task, run.later)
     if request.chord:
         # Not within `run`: the chord counts as called once its body is handed over.

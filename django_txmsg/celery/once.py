@@ -214,8 +214,8 @@ class _Once:
         return record.attempt - int(self.task.request.retries or 0) > _most()
 
     def _attempt(self, record: InboxRecord, begun: bool) -> Any:
-        run, outer = calling.Run(), calling.current_run()
-        calling.enter(run)
+        run, outer = calling.Run(), calling.current_run.get()
+        calling.current_run.set(run)
         self.ran_on = raw(connections[self.using])
         ignored: list[Ignore] = []
 
@@ -251,7 +251,7 @@ class _Once:
             following.send(self.task, run.later)
             raise
         finally:
-            calling.enter(outer)
+            calling.current_run.set(outer)
         following.send(self.task, run.later)
         if ignored:
             raise ignored[0]

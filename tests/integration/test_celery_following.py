@@ -43,11 +43,11 @@ def test_a_deleted_queue_is_charged_to_its_own_message(
     exchange = Exchange("tests.celery.topic", type="topic")
     queue = Queue("tests.celery.eu", exchange, routing_key="eu.#")
     run = calling.Run(ended=True)
-    calling.enter(run)
+    calling.current_run.set(run)
     step.apply_async(("of a topic",), queue=queue)
     step.delay("second")
     step.delay("third")
-    calling.enter(None)
+    calling.current_run.set(None)
 
     def answers_to(work: Callable[[], None]) -> int:
         before = proxy.forwarded[ANSWERS]
