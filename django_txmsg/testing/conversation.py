@@ -18,22 +18,14 @@ from .peer import Peer
 from .script import PLAIN, Held, Rule, Verb
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A frame that will be handled at COMMIT, and the rule that modifies its answer."""
-
-    frame: Frame
-    rule: Rule
-
-
 @dataclass(slots=True, eq=False)
 class Transaction:
     """The open work of a transaction: messages to store, deliveries to settle and
-    frames to handle at COMMIT."""
+    frames to handle at COMMIT, each with the rule that modifies its answer."""
 
     sends: list[StoredMessage] = field(default_factory=list)
     settles: list[tuple[Subscription, str]] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[tuple[Frame, Rule]] = field(default_factory=list)
     #: A frame of it was refused in a way that makes COMMIT fail.
     spoilt: bool = False
 
@@ -41,7 +33,7 @@ class Transaction:
         """Keep a frame until COMMIT, and then handle it like a frame without a
         transaction."""
         headers = {k: v for k, v in frame.headers.items() if k != "transaction"}
-        self.kept.append(Kept(Frame(frame.command, headers, frame.body), rule))
+        self.kept.append((Frame(frame.command, headers, frame.body), rule))
 
 
 class Session:
@@ -62,7 +54,7 @@ class Session:
         #: Topic and name of subscriptions that end with the connection.
         self.temporary: list[tuple[str, str]] = []
         #: Frames of a transaction that are obeyed once its COMMIT is answered.
-        self.replay: list[Kept] = []
+        self.replay: list[tuple[Frame, Rule]] = []
 
     def ended(self) -> None:
         """End the session. Abort its open transactions, and make its unacknowledged
@@ -345,8 +337,8 @@ class Conversation(Session):
         if self.connected:
             self._receipt(frame, rule)
         replay, self.replay = self.replay, []
-        for kept in replay:
-            self._answer(kept.frame, kept.rule)
+        for held in replay:
+            self._answer(*held)
         if frame.command == "DISCONNECT" and rule.verb is not Verb.HOLD:
             self.peer.hang_up()
 

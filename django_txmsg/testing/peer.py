@@ -54,7 +54,6 @@ class Peer(asyncio.Protocol):
         self.stalled = False
         self.frozen = False
         self.closed = False
-        self.bytes_received = 0
         self.last_read = time.monotonic()
         self.decoder = Decoder()
         self.conversation = handler(self)
@@ -105,7 +104,6 @@ class Peer(asyncio.Protocol):
     def _read(self, data: bytes) -> None:
         if self.ending:
             return
-        self.bytes_received += len(data)
         self.last_read = time.monotonic()
         try:
             self._backlog.extend(self.decoder.feed(data))
