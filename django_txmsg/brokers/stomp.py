@@ -1,6 +1,7 @@
 """Hops 4 to 6 on ActiveMQ Classic and RabbitMQ, through the `jms` client.
 
-Only this module translates between the messages of this package and `django_txmsg.jms`.
+Only this module and `stomp_heads` translate between the messages of this package and
+`django_txmsg.jms`.
 The dialects of `django_txmsg.jms` describe the differences between brokers.
 """
 
@@ -10,7 +11,6 @@ import contextlib
 import datetime as dt
 import re
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -27,106 +27,10 @@ from ..errors import (
     DispatchUnknown,
 )
 from ..jms import destination as destinations
-from ..jms.batch import Item
-from ..jms.delivery import DEFAULT, Encoded
 from ..jms.dialect import MAX_PROPERTY
-from ..jms.frames import escape
-from ..jms.message import Provided
 from . import deaths, java, refusals
 from .base import Broker, Delivery, Outgoing, Session, acknowledges_now, faults
-
-#: Headers that differ for each message.
-_OWN = frozenset(
-    {
-        wire.MESSAGE_ID,
-        wire.CREATED,
-        wire.KEY,
-        wire.AFTER,
-        wire.EXPIRES,
-        wire.CORRELATION_ID,
-        wire.TRACEPARENT,
-    }
-)
-
-
-class Heads:
-    """Encodes the frames of one batch. Header lines that several messages share are
-    encoded only once.
-
-    If a batch has several messages of one kind, the jms client encodes one of them with
-    placeholders. The result is a template, into which `Heads` puts the values of each
-    later message of this kind.
-    """
-
-    def __init__(
-        self, session: jms.Session, message: Callable[[Outgoing], jms.Message]
-    ) -> None:
-        """`message` creates the `jms.Message` for an outgoing message."""
-        self._session = session
-        self._message = message
-        self._serves_jms = session.link.dialect.serves_jms
-        #: None: only one message so far, perhaps the only one of its kind.
-        self._templates: dict[tuple[object, ...], str | None] = {}
-        # Random: no header can contain it.
-        self._mark = uuid.uuid4().hex
-
-    def item(self, one: Outgoing) -> Item:
-        """Return a message's encoded frame, made from a template. If no template fits,
-        return the message's destination and its `jms.Message`, which the session then
-        checks and encodes."""
-        try:
-            encoded = self._encoded(one)
-        except (AttributeError, TypeError, UnicodeEncodeError):  # a header is not text
-            encoded = None
-        return encoded or (one.destination, self._message(one))
-
-    def _encoded(self, one: Outgoing) -> Encoded | None:
-        own, shared = {}, []
-        for item in one.headers.items():
-            name, value = item
-            if name in _OWN:
-                own[name] = escape(value)
-            else:
-                shared.append(item)
-        long = len(own.get(wire.CORRELATION_ID, "")) * 4 > MAX_PROPERTY
-        if not own.get(wire.MESSAGE_ID) or long or one.time_to_live is not None:
-            return None
-        body, text = one.body, None
-        if self._serves_jms:
-            kind = one.headers.get(wire.CONTENT_TYPE, wire.BYTES)
-            text = java.text_for_java(kind, body)
-            body = body if text is None else text
-        key = (one.destination, text is None, *own, *shared)
-        if key not in self._templates:
-            self._templates[key] = None
-            return None
-        template = self._templates[key] or self._template(one, key, list(own))
-        if template is None:
-            return None
-        lines = template % own
-        if "\x00" in lines:
-            return None
-        return Encoded(lines.encode(), body, Provided(one.headers[wire.MESSAGE_ID]))
-
-    def _template(
-        self, one: Outgoing, key: tuple[object, ...], names: list[str]
-    ) -> str | None:
-        """Encode a message with placeholders for its individual headers, and store the
-        result as a template."""
-        marks = {name: f"{self._mark}{place}." for place, name in enumerate(names)}
-        marked = Outgoing(one.destination, {**one.headers, **marks}, one.body)
-        try:
-            target = destinations.parse(one.destination)
-            message = self._message(marked)
-            head = self._session.encode(target, message, DEFAULT).head
-        except jms.MessagingError:
-            return None
-        template = head.decode().replace("%", "%%")
-        for name, mark in marks.items():
-            template = template.replace(mark, f"%({name})s")
-        self._templates[key] = template
-        return template
-
+from .stomp_heads import Heads
 
 Result = TypeVar("Result")
 #: RabbitMQ's plugin sends an error for a message that it refuses, but for a negative

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from django_txmsg import jms
 from django_txmsg.brokers.base import Outgoing
-from django_txmsg.brokers.stomp import Heads, StompBroker, StompSession
+from django_txmsg.brokers.stomp import StompBroker, StompSession
+from django_txmsg.brokers.stomp_heads import Heads
 from django_txmsg.jms import destination as destinations
 from django_txmsg.jms.delivery import DEFAULT, Encoded
 from django_txmsg.testing import ScriptedBroker
