@@ -19,6 +19,8 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
+from django_txmsg import wire
+from django_txmsg.spark.databases import read_json
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.archive import ArchiveOptions
 from django_txmsg.spark.jobs.outgoing import ReplayOptions, choose
@@ -188,6 +190,35 @@ def test_replayed_copies_have_new_ids_that_are_stable(
     assert log.count() == 10
     assert run(spec, *words, "--name", "once-more")["rows"] == 10
     assert run(spec, *words, "--limit", "3", "--dry-run")["chosen"] == 3
+
+
+@everywhere
+def test_replayed_request_of_a_flow_keeps_its_deadline(spark, log: Log) -> None:
+    until, second = LONG_AGO + timedelta(microseconds=7), timedelta(seconds=1)
+    request = {wire.TICKET: "t", wire.REPLY_TO: "r", "name": 'a "ü"'}
+    rows = [
+        {"headers": request, "expires_at": until},
+        {"headers": {**request, "name": "b"}},
+        {"headers": {wire.REPLY_TO: "r"}, "expires_at": until},
+    ]
+    log.send(
+        [{**row, "created_at": LONG_AGO + n * second} for n, row in enumerate(rows)]
+    )
+
+    run(JobSpec((log.spec,)), "replay", "--where", "true")
+
+    first, *others = map(read_json, replayed(log, "headers"))
+    assert wire.parse_instant(first.pop(wire.EXPIRES)) == until
+    assert [first, *others] == [row["headers"] for row in rows]
+
+
+def replayed(log: Log, column: str) -> list[Any]:
+    """Return a column of the messages that replays have stored, in their order."""
+    rows = log.rows(
+        f"SELECT {column} FROM django_txmsg_outboxmessage WHERE replay_id <> ''"
+        " ORDER BY id"
+    )
+    return [row[0] for row in rows]
 
 
 @pytest.mark.matrix

@@ -54,13 +54,25 @@ def to_outbox_rows(
         "destination",
         sf.coalesce("key", sf.lit("")).alias("key"),
         sf.coalesce("correlation_id", sf.lit("")).alias("correlation_id"),
-        "headers",
+        _with_deadline().alias("headers"),
         sf.when(sf.col("content_type") != "", sf.col("content_type"))
         .otherwise(wire.BYTES)
         .alias("content_type"),
         "body",
         sf.col("created_at").alias("position"),
     )
+
+
+def _with_deadline() -> Column:
+    """Return the headers of an archived outbox row, as JSON. A flow's request keeps its
+    deadline, so that no stage executes the request after its flow has gone on."""
+    headers = sf.from_json("headers", "map<string,string>")
+    asks = [sf.map_contains_key(headers, one) for one in (wire.TICKET, wire.REPLY_TO)]
+    at = sf.date_format("expires_at", "yyyy-MM-dd'T'HH:mm:ss.SSSSSSxxx")
+    dated = sf.map_concat(headers, sf.create_map(sf.lit(wire.EXPIRES), at))
+    # In a row that was stored again, the deadline is a header already.
+    known = sf.when(asks[0] & asks[1] & sf.col("expires_at").isNotNull(), dated)
+    return sf.to_json(sf.coalesce(known, headers))
 
 
 def from_dataset(
