@@ -212,6 +212,21 @@ def test_replayed_request_of_a_flow_keeps_its_deadline(spark, log: Log) -> None:
     assert [first, *others] == [row["headers"] for row in rows]
 
 
+@everywhere
+@pytest.mark.parametrize("mode", ["same", "copy"])
+def test_only_a_replay_under_the_same_id_keeps_the_link_to_the_predecessor(
+    spark, log: Log, mode: str
+) -> None:
+    link = f"{uuid.uuid4()};at={wire.format_instant(LONG_AGO)}"
+    log.send([{"key": "k", "headers": {wire.AFTER: link, "name": 'a "ü"'}}])
+
+    run(JobSpec((log.spec,)), "replay", "--where", "true", "--as", mode)
+
+    [headers] = map(read_json, replayed(log, "headers"))
+    assert headers.pop("name") == 'a "ü"'
+    assert headers == ({wire.AFTER: link} if mode == "same" else {})
+
+
 def replayed(log: Log, column: str) -> list[Any]:
     """Return a column of the messages that replays have stored, in their order."""
     rows = log.rows(

@@ -44,7 +44,7 @@ def to_outbox_rows(
 
     With the mode `same`, messages keep their ids, so an inbox that still knows an id
     drops the message. With the mode `copy`, new ids are derived from the run and the
-    original ids.
+    original ids. The link to the predecessor is left out: it belongs to the original.
     """
     original = sf.col("message_id")
     copied = derived_uuid(sf.concat(sf.lit(f"replay/{run}/"), original))
@@ -54,7 +54,7 @@ def to_outbox_rows(
         "destination",
         sf.coalesce("key", sf.lit("")).alias("key"),
         sf.coalesce("correlation_id", sf.lit("")).alias("correlation_id"),
-        _with_deadline().alias("headers"),
+        sf.to_json(_headers(mode)).alias("headers"),
         sf.when(sf.col("content_type") != "", sf.col("content_type"))
         .otherwise(wire.BYTES)
         .alias("content_type"),
@@ -63,16 +63,18 @@ def to_outbox_rows(
     )
 
 
-def _with_deadline() -> Column:
-    """Return the headers of an archived outbox row, as JSON. A flow's request keeps its
+def _headers(mode: Literal["same", "copy"]) -> Column:
+    """Return the headers for a message that is stored again. A flow's request keeps its
     deadline, so that no stage executes the request after its flow has gone on."""
     headers = sf.from_json("headers", "map<string,string>")
+    if mode == "copy":
+        headers = sf.map_filter(headers, lambda name, _: name != wire.AFTER)
     asks = [sf.map_contains_key(headers, one) for one in (wire.TICKET, wire.REPLY_TO)]
     at = sf.date_format("expires_at", "yyyy-MM-dd'T'HH:mm:ss.SSSSSSxxx")
     dated = sf.map_concat(headers, sf.create_map(sf.lit(wire.EXPIRES), at))
     # In a row that was stored again, the deadline is a header already.
     known = sf.when(asks[0] & asks[1] & sf.col("expires_at").isNotNull(), dated)
-    return sf.to_json(sf.coalesce(known, headers))
+    return sf.coalesce(known, headers)
 
 
 def from_dataset(
