@@ -227,6 +227,31 @@ def test_only_a_replay_under_the_same_id_keeps_the_link_to_the_predecessor(
     assert headers == ({wire.AFTER: link} if mode == "same" else {})
 
 
+def test_replay_keeps_the_order_of_messages_stored_at_one_instant(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    ids = [uuid.UUID(int=number) for number in random.Random(7).sample(range(999), 80)]
+    log.send([{"message_id": one, "key": "k"} for one in ids[:40]])
+    archive(None, log, lake)
+    log.send([{"message_id": one, "key": "k"} for one in ids[40:]])
+    # Several tasks stage the messages.
+    settings = {
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.shuffle.partitions": "8",
+    }
+    before = {name: spark.conf.get(name) for name in settings}
+
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        run(JobSpec((log.spec,), lake), "replay", "--where", "true")
+    finally:
+        for name, value in before.items():
+            spark.conf.set(name, value)
+
+    assert [uuid.UUID(str(one)) for one in replayed(log, "message_id")] == ids
+
+
 def replayed(log: Log, column: str) -> list[Any]:
     """Return a column of the messages that replays have stored, in their order."""
     rows = log.rows(
