@@ -693,6 +693,48 @@ def test_request_replays_what_a_replay_has_stored_before(spark, log: Log) -> Non
     assert (done["chosen"], done["rows"]) == (2, 2)
 
 
+def test_replay_sends_the_body_that_an_operator_has_corrected(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    """The relay had given up one message. A second message is of `send`. The correction
+    of a third message has not been sent yet."""
+    corrected, sent, waiting = (uuid.UUID(int=number) for number in (1, 2, 3))
+    died = {"dead_at": LONG_AGO, "body": b"wrong"}
+    later = {"created_at": LONG_AGO + timedelta(hours=1), "body": b"right"}
+    log.send(
+        [
+            {"message_id": corrected, **died},
+            {"message_id": waiting, **died},
+            {"message_id": corrected, "replay_id": "dead-letter-1-1", **later},
+            {"message_id": sent, "replay_id": "march", **later},
+        ]
+    )
+    archive(None, log, lake)
+    log.send(
+        [{"message_id": waiting, "replay_id": "dead-letter-2-1", **later,
+          "dispatched_at": None}]
+    )  # fmt: skip
+    spec = JobSpec((log.spec,), lake)
+    run(spec, "reconcile", "--grace", "0s", "--fail-on", "never")
+
+    by_verdict = run(spec, "replay", "--verdict", "never_received")
+    assert (by_verdict["chosen"], by_verdict["rows"]) == (2, 2)
+    request = request_replay(log, corrected, sent, waiting)
+    assert run(spec, "replay", "--request", request)["rows"] == 3
+    everything = ("replay", "--where", "true", "--replayed", "--limit", "2")
+    for stored in (2, 0):
+        assert run(spec, *everything)["rows"] == stored
+        log.execute("UPDATE django_txmsg_outboxmessage SET dispatched_at = created_at")
+
+    rows = log.rows(
+        "SELECT message_id, body FROM django_txmsg_outboxmessage WHERE replay_id"
+        " LIKE 'replay-%' ORDER BY id"
+    )
+    order = [uuid.UUID(str(one)).int for one, _ in rows]
+    assert order == [1, 2, 1, 3, 2, 1, 3]
+    assert {bytes(body) for _, body in rows} == {b"right"}
+
+
 @everywhere
 def test_request_for_a_message_that_is_nowhere_fails_and_counts_it(
     spark, log: Log

@@ -54,7 +54,8 @@ class ReplayOptions:
     replayed: bool = False
     """Whether messages stored by a replay or a redelivery may be selected as well."""
     verdict: str = ""
-    """Only messages for which a `reconcile` has found this."""
+    """Only messages for which a `reconcile` has found this, whether a replay stored
+    them before or not."""
     found_by: str = ""
     """That run's id; empty: the last one that has stored its results."""
     request: uuid.UUID | None = None
@@ -149,10 +150,11 @@ def choose(
     message is missed. A message in both is selected only once. If `picked` has frames,
     a message is selected only if every frame contains its id.
 
-    Only messages that have ended are selected from the outbox. By default, rows that an
-    earlier replay stored are left out, because a replay of everything must not repeat
-    its own messages. Cancelled messages are left out, unless the filter names
-    `cancelled`.
+    Only messages that have ended are selected from the outbox. Cancelled messages are
+    left out, unless the filter names `cancelled`. By default, rows that an earlier
+    replay stored are left out, because a replay of everything must not repeat its own
+    messages. With a verdict, a request or `replayed`, such rows are selected, too, but
+    only the newest row of each message.
     """
     struct = table.lake_struct()
     live = log.read_live(table, table.struct()).withColumns(
@@ -163,15 +165,17 @@ def choose(
         letters = live.where(dead_letters.OPEN.sql())
         frames = [letters.withColumn("outcome", sf.lit("open"))]
     else:
-        ended = sf.when(sf.col("dispatched_at").isNotNull(), "dispatched").when(
+        cancelled = sf.when(sf.col("cancelled_at").isNotNull(), "cancelled")
+        ended = cancelled.when(sf.col("dispatched_at").isNotNull(), "dispatched").when(
             sf.col("dead_at").isNotNull(), "dead"
         )
-        frames = [live.withColumn("outcome", ended).where("outcome IS NOT NULL")]
+        frames = [live.withColumn("outcome", ended)]
         if log.lake is not None:
             kept = log.lake.table(table.name, struct)
             services = [one.service for one in log.live]
-            frames.append(with_cancelled(kept.read(log.spark, services=services)))
-        frames = [_but_cancelled(frame, options.where) for frame in frames]
+            archived = with_cancelled(kept.read(log.spark, services=services))
+            known = cancelled.otherwise(sf.col("outcome"))
+            frames.append(archived.withColumn("outcome", known))
     try:
         frames = [
             frame.select(*struct.fieldNames()).where(options.where or "true")
@@ -184,18 +188,33 @@ def choose(
             f"The filter {recordable(options.where)!r} does not parse: "
             f"{_short(error)} Columns: {', '.join(struct.fieldNames())}."
         ) from error
-    if table is OUTBOX and not (options.replayed or options.request):
-        frames = [frame.where("replay_id = ''") for frame in frames]
+    ready = _ready(options.where)
+    again = options.replayed or options.verdict or options.request
+    if table is OUTBOX and not again:
+        frames = [frame.where(f"{ready} AND replay_id = ''") for frame in frames]
     chosen = whole_log(frames, struct)
     for ids in picked:
         chosen = chosen.join(sf.broadcast(ids), "message_id", "left_semi")
         chosen = chosen.select(*struct.fieldNames())
-    if options.request:
-        # Earlier replays of the same messages have rows of their own.
-        chosen = chosen.dropDuplicates(["message_id"])
+    if table is OUTBOX and again:
+        chosen = _newest(chosen, ready)
     if options.limit:
         chosen = chosen.orderBy("created_at", "id").limit(options.limit)
     return chosen
+
+
+def _newest(rows: DataFrame, ready: str) -> DataFrame:
+    """Return one row for each message of which a row matches `ready`. It is the newest
+    row: an operator may have corrected the body. It takes the oldest row's place in the
+    order, so that a repeated replay selects the same messages."""
+    place = sf.struct("created_at", "id")
+    found = rows.groupBy("message_id").agg(
+        sf.max_by(sf.struct(*rows.columns), place).alias("row"),
+        sf.min(place).alias("first"),
+        sf.bool_or(sf.expr(ready)).alias("ready"),
+    )
+    first = {name: sf.col(f"first.{name}") for name in ("created_at", "id")}
+    return found.where("ready").select("row.*", "first").withColumns(first)
 
 
 def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> int:
@@ -222,15 +241,13 @@ def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> int:
     return found.unproven
 
 
-def _but_cancelled(frame: DataFrame, where: str) -> DataFrame:
-    """Return the frame without the cancelled messages. If the filter `where` refers to
-    cancelled messages, keep them: their outcome is then `cancelled`."""
-    outcome = sf.when(sf.col("cancelled_at").isNotNull(), "cancelled")
-    frame = frame.withColumn("outcome", sf.coalesce(outcome, sf.col("outcome")))
+def _ready(where: str) -> str:
+    """Return a condition for outbox rows that have ended. Cancelled messages match only
+    if the filter `where` refers to cancelled messages."""
     named = re.search(
         r"\bcancelled_at\b|\b(outcome|last_error)\b.*'cancelled", where, re.DOTALL
     )
-    return frame if named else frame.where("outcome <> 'cancelled'")
+    return "outcome IS NOT NULL" if named else "outcome <> 'cancelled'"
 
 
 def _insist_on_one_row_each(rows: DataFrame, identity: str) -> None:
