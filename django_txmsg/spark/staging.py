@@ -55,7 +55,8 @@ def remember(connection: Connection, name: str, messages: int, ids: str) -> bool
         raise UsageError(
             f"{name} has stored {known[0]:,} messages at {known[2]}, and these "
             f"{messages:,} are not the same. Nothing was stored: a name belongs to "
-            "one selection of messages, so give this one another name."
+            "one selection of messages. Give this one another name. If it is a request "
+            "of the admin, request the missing messages again."
         )
     return False
 

@@ -752,6 +752,22 @@ def test_request_for_a_message_that_is_nowhere_fails_and_counts_it(
         assert log.count() == 2
 
 
+def test_rest_of_a_partly_stored_request_is_requested_again(spark, log: Log) -> None:
+    sent, waiting = uuid.uuid4(), uuid.uuid4()
+    log.send([{"message_id": sent}, {"message_id": waiting, "dispatched_at": None}])
+    spec, request = JobSpec((log.spec,)), request_replay(log, sent, waiting)
+    with pytest.raises(UsageError, match=r"1 of 2 .* later, request them again"):
+        run(spec, "replay", "--request", request)
+    log.execute("UPDATE django_txmsg_outboxmessage SET dispatched_at = created_at")
+
+    with pytest.raises(UsageError, match="request the missing messages again"):
+        run(spec, "replay", "--request", request)
+    rest = request_replay(log, waiting)
+
+    assert run(spec, "replay", "--request", rest)["rows"] == 1
+    assert log.count() == 4
+
+
 @everywhere
 @pytest.mark.parametrize("more", [("--limit", "1"), ("--from", "dead_letters")])
 def test_request_is_replayed_as_it_was_made(spark, log: Log, more) -> None:

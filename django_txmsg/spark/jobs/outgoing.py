@@ -121,7 +121,8 @@ def run_replay(
                 f"{left:,} of {len(wanted):,} requested "
                 "messages were not replayed: they have not been sent yet, were "
                 "cancelled, or are neither in the database nor in the lake. The others "
-                f"are stored as {name}."
+                f"are stored as {name}. To replay the missing ones later, request them "
+                "again."
             )
         return stored
 
