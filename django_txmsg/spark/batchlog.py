@@ -128,13 +128,17 @@ def lost_batches(
 def is_mounted(spec: JobSpec) -> bool:
     """Return whether a lake exists at the specified address. Raises LostBatches if
     the lake lacks a batch that one of the given services has archived into it."""
-    uri = spec.lake_spec().uri
+    uri, own = spec.lake_spec().uri, spec.service().service
     marks = [(source, *one) for source in spec.services for one in marks_in(source)]
     lake = None
     with suppress(NoLake):
         lake = Lake(spec.lake_spec())
     for source, table, known in marks:
         log = None if lake is None else BatchLog(lake, source.service, table)
+        if source.service != own:
+            # It may have a lake of its own, at the same path of another host.
+            identity = log.identity if log else ""
+            known = [one for one in known if one.lake_id == identity]
         if missing := lost(known, uri, log):
             raise lost_batches(missing, source, table, uri, log)
     return lake is not None

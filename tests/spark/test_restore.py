@@ -152,6 +152,34 @@ def assert_no_job_runs(spec: JobSpec, why: str) -> None:
             run(spec, *words)
 
 
+def test_lake_of_another_service_at_the_same_path_is_not_missed(
+    make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+) -> None:
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    both, here = JobSpec((shop.spec, payments.spec), lake), tmp_path / "lake"
+    payments.send_many(10)
+    archive(None, payments, lake)
+    shutil.copytree(here, tmp_path / "older")
+    payments.send_many(10)
+    archive(None, payments, lake)
+    shutil.rmtree(here)
+
+    # The lake of `payments` is at this path of another host.
+    assert run(both, "show", "k")["steps"] == []
+    shop.send_many(10)
+    archive(None, shop, lake)
+    assert run(both, "show", "k")["steps"] == []
+    with pytest.raises(EnvironmentFault, match="a different lake is there"):
+        run(JobSpec((payments.spec, shop.spec), lake), "show", "k")
+
+    # It is the lake of both, and an older backup.
+    shutil.rmtree(here)
+    (tmp_path / "older").rename(here)
+    archive(None, shop, lake, options=LOSSY)
+    with pytest.raises(EnvironmentFault, match=r"'payments': .* it ends with batch 1"):
+        run(both, "show", "k")
+
+
 @pytest.mark.parametrize(
     "step", list(sample(["committing", "planned", "written", "committed"]))
 )
