@@ -439,6 +439,22 @@ def test_two_databases_of_a_service_share_a_log_and_come_to_rest(
     assert DeltaTable(path_of(lake)).version() == version
 
 
+def test_rows_of_two_databases_with_the_same_id_and_message_are_not_doubled(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """A topic's message arrived at a stage of each database of the service."""
+    logs: list[Log] = [make_log("sqlite"), make_log("sqlite", "other")]
+    logs[1].spec = replace(logs[1].spec, service="shop")
+    message = uuid.uuid4()
+    for log, stage in zip(logs, ("one", "two"), strict=True):
+        log.receive([{"message_id": message, "stage": stage}])
+        archive(None, log, lake, table=INBOX)
+
+    told = outcome(JobSpec(tuple(log.spec for log in logs), lake), "verify")
+
+    assert told.facts["problems"] == []
+
+
 def test_two_databases_of_a_service_at_once_lose_and_double_nothing(
     make_log, lake: LakeSpec
 ) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from dataclasses import replace
 
 import pytest
 
 from django_txmsg.rules.dead_letters import GONE_ON
 from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.schemas import INBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from tests.spark.archives import archive
 from tests.spark.log import LONG_AGO, Log
@@ -49,6 +51,27 @@ def test_a_message_is_shown_from_databases_and_lake(make_log, lake: LakeSpec) ->
     assert "know 'nothing'" in outcome(spec, "show", "nothing").lines[0]
     # Who looks leaves no trace.
     assert shop.value("SELECT count(*) FROM django_txmsg_pipelinerun") == 0
+
+
+def test_a_topics_message_is_shown_at_stages_of_two_databases(
+    make_log, lake: LakeSpec
+) -> None:
+    """Its rows have the same id in both databases of the service."""
+    logs: list[Log] = [make_log("sqlite"), make_log("sqlite", "other")]
+    logs[1].spec = replace(logs[1].spec, service="shop")
+    message = uuid.uuid4()
+    for log, stage in zip(logs, ("one", "two"), strict=True):
+        log.receive([{"message_id": message, "stage": stage}])
+    archive(None, logs[0], lake, table=INBOX)
+    spec = JobSpec(tuple(log.spec for log in logs), lake)
+
+    shown = run(spec, "show", str(message))["steps"]
+
+    received = {one["what"]: one["place"] for one in shown if "received" in one["what"]}
+    assert received == {
+        "received by one, from shop": "lake",
+        "received by two, from shop": "database",
+    }
 
 
 @pytest.mark.parametrize(

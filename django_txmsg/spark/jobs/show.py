@@ -97,12 +97,17 @@ def _rows(
     seen = set()
     for source in (one.reading() for one in spec.services):
         for row in _live(source, table, term):
-            seen.add((row["service"], row["id"], row["message_id"]))
+            seen.add(_identity(row))
             yield "database", row
     for row in _archived(lake, table, term) if lake is not None else ():
         # A row is in both while its batch is on the way.
-        if (row["service"], row["id"], row["message_id"]) not in seen:
+        if _identity(row) not in seen:
             yield "lake", row
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    # A topic's message may have the same id in two databases of a service.
+    return row["service"], row["id"], row["message_id"], row.get("stage")
 
 
 def _live(source: SourceSpec, table: Table, term: str) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,9 @@ from .reading import WholeLog
 
 #: Most problems of a table that are listed individually.
 SHOWN = 20
-_KEYS = struct_of("service string, id long, message_id string")
+#: The columns that identify a row, as far as a table has them. A topic's message may
+#: have the same id in two databases of a service.
+_KEYS = ("service", "id", "message_id", "stage")
 #: What a task reports of a file: a problem, or the sums of each of its batches.
 _SUMS = struct_of(
     "path string not null, problem string, batch long, rows long, checksum string"
@@ -132,12 +134,13 @@ def _look_for_doubles(
     lake_id, service = str(delta.metadata().id), log.live[0].service
     settled = log.settled.get((service, place.name, lake_id), 0)
     kept = place.read(log.spark, named=named)
-    live = log.read_live(TABLES[place.name], _KEYS).withColumn("live", sf.lit(1))
+    struct = TABLES[place.name].narrow(_KEYS)
+    keys = struct.fieldNames()
+    live = log.read_live(TABLES[place.name], struct).withColumn("live", sf.lit(1))
     both = kept.select(
-        *_KEYS.fieldNames(),
-        sf.when(sf.col("batch_id") <= settled, 0).alias("live"),
+        *keys, sf.when(sf.col("batch_id") <= settled, 0).alias("live")
     ).unionByName(live)
-    seen = both.groupBy(*_KEYS.fieldNames()).agg(
+    seen = both.groupBy(*keys).agg(
         sf.count_if(sf.coalesce("live", sf.lit(0)) == 0).alias("archived"),
         (sf.min("live") != sf.max("live")).alias("alive"),
     )
