@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
+from django_txmsg.spark.databases import read_json
 from django_txmsg.spark.errors import EnvironmentFault, SpoiltFile, faults_told
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
@@ -200,6 +201,25 @@ def test_a_damaged_file_and_a_damaged_log_are_named(make_log, lake: LakeSpec) ->
     entry.write_text("{nothing")
     with pytest.raises(EnvironmentFault, match=r"outbox cannot be read: [^\n]+\.$"):
         sweep(log, lake)
+
+
+def test_damaged_file_of_one_table_does_not_stop_the_sweep_of_others(
+    make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(250)
+    log.receive([{"message_id": uuid.uuid4()}])
+    for table in (OUTBOX, INBOX):
+        archive(None, log, lake, table=table)
+    [file] = path_of(lake, INBOX).glob("service=*/day=*/*.parquet")
+    os.truncate(file, 100)
+
+    with pytest.raises(SpoiltFile, match=f"{file} cannot be read"):
+        sweep(log, lake)
+
+    assert len(DeltaTable(path_of(lake)).file_uris()) == 1
+    counts = log.value("SELECT counts FROM django_txmsg_pipelinerun")
+    assert read_json(counts)["outbox"]["compacted"] == 3
 
 
 def test_a_file_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path) -> None:

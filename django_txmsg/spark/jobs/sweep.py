@@ -15,7 +15,13 @@ import pyarrow.parquet as pq
 from pyspark.sql import types as t
 
 from ..connection import connect_plain
-from ..errors import EnvironmentFault, VerificationRefused, spoilt
+from ..errors import (
+    EnvironmentFault,
+    PipelineError,
+    SpoiltFile,
+    VerificationRefused,
+    spoilt,
+)
 from ..lake import CommitFailedError, Lake, LakeTable, touched
 from ..lakefile import LakeFile
 from ..ledger import Ledger
@@ -118,10 +124,12 @@ def run_sweep(
     spec: JobSpec, options: SweepOptions, run: Run, *, quiet: bool = True
 ) -> dict[str, Swept]:
     """Sweep a service's part of each table in the lake, including the tables of
-    results."""
+    results. If a table has a damaged file, raises the error after all other tables are
+    swept."""
     lake = Lake(spec.lake_spec())
     service = spec.service()
     swept: dict[str, Swept] = {}
+    damaged: PipelineError | None = None
     bar = progress_bar("sweep", quiet=quiet, unit="steps")
     names = lake.names()
     bar.reset(2 * len(names))
@@ -139,6 +147,8 @@ def run_sweep(
                     step(place, service.service, options, done)
             except Taken:
                 continue  # `reconcile` uses them: the next run sweeps
+            except (SpoiltFile, VerificationRefused) as error:
+                damaged = damaged or error
             except CommitFailedError as error:
                 raise EnvironmentFault(
                     f"{name} was changed by another process meanwhile ({error}). Run "
@@ -147,6 +157,8 @@ def run_sweep(
     bar.clear()
     run.counts = {name: one.__dict__ for name, one in swept.items()}
     run.rows = sum(one.orphans + one.replaced for one in swept.values())
+    if damaged:
+        raise damaged
     return swept
 
 
