@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -318,8 +318,10 @@ def progressed(
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
     """Store the record in the lake, and create the lake if there is none. A dry run or
     a failed run does not create the lake: if there is no lake, its record is not
-    stored. Nor is a record stored if archived batches are missing from the lake."""
-    changes = "dry_run" not in run.options and not run.error
+    stored. Nor is a record stored if archived batches are missing from the lake. If the
+    job only reads the lake, a lake that is full or read-only is no error."""
+    dry = "dry_run" in run.options
+    changes = not dry and not run.error
     try:
         run.makes_lake = not is_mounted(spec)
     except LostBatches:
@@ -331,4 +333,5 @@ def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
     if run.makes_lake and not changes:
         return
     row = run.row(run.state, run.now)
-    run.results(lake, spec.service().service).save_rows("runs", RUN, [row])
+    with suppress(Exception) if dry or run.job == "verify" else nullcontext():
+        run.results(lake, spec.service().service).save_rows("runs", RUN, [row])

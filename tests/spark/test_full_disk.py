@@ -73,6 +73,23 @@ def test_an_archive_without_room_leaves_no_files(
     assert log.count() == 120
 
 
+@pytest.mark.parametrize("words", [("verify",), ("sweep", "--dry-run")])
+def test_job_that_only_reads_succeeds_without_room_for_its_record(
+    spark: object, make_log, disk: services.SmallDisk, words: tuple[str, ...]
+) -> None:
+    log: Log = make_log("sqlite")
+    lake = LakeSpec(f"file://{disk.path}/lake")
+    send(log, 1)
+    archive(None, log, lake)
+    disk.fill()
+
+    assert run(JobSpec((log.spec,), lake), *words)["state"] == "clean"
+
+    assert disk.is_full
+    [state] = log.rows("SELECT state FROM django_txmsg_pipelinerun")
+    assert tuple(state) == ("clean",)
+
+
 def test_full_disk_is_the_reported_reason_of_a_failed_transaction(make_log) -> None:
     """SQLite itself rolls the transaction back."""
     log: Log = make_log("sqlite")
