@@ -19,6 +19,7 @@ from ..rules import inbox, outbox
 from ..webhook import Webhook, alert_message
 from .connection import Connection
 from .databases import open_database, read_instant
+from .noted import REAL
 from .spec import SourceSpec, hidden
 
 _ALERTS = "django_txmsg_pipelinealert"
@@ -219,11 +220,13 @@ class LastRun:
 
 
 def last_run(connection: Connection, source: SourceSpec, job: str) -> LastRun | None:
-    """Return the last run of a job, or None if there is none."""
+    """Return the last run of a job that was no dry run, or None if there is none. A
+    clock that was ahead may have left runs in the future, which do not count."""
     rows = connection.rows(
         "SELECT state, error, started_at FROM django_txmsg_pipelinerun WHERE job = %s"
-        " AND service = %s ORDER BY started_at DESC LIMIT 1",
-        job, source.service,
+        f" AND service = %s AND {REAL} AND started_at <= %s"
+        " ORDER BY started_at DESC LIMIT 1",
+        job, source.service, connection.clock(),
     )  # fmt: skip
     found = (LastRun(state, error, read_instant(at)) for state, error, at in rows)
     return next(found, None)

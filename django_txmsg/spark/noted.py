@@ -21,10 +21,11 @@ from .errors import UsageError
 from .spec import SourceSpec
 
 _TABLE = "django_txmsg_finding"
+#: A condition for runs that were no dry runs.
+REAL = "CAST(options AS text) NOT LIKE '%%\"dry_run\":%%'"
 _ENDED = (
     "FROM django_txmsg_pipelinerun WHERE job = 'reconcile' AND service = %s AND state"
-    " IN ('clean', 'findings') AND CAST(options AS text) NOT LIKE"
-    " '%%\"dry_run\":%%' ORDER BY finished_at"
+    f" IN ('clean', 'findings') AND {REAL} ORDER BY finished_at"
 )
 #: Most unacknowledged findings: a run without one of the consuming services in its
 #: specification finds all of that one's messages lost.

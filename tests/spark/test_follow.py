@@ -540,16 +540,23 @@ def test_job_that_cannot_be_started_is_reported_and_holds_up_no_alert(
     assert not [line for line in said if "The database cannot be used" in line]
 
 
-def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> None:
-    far = timedelta(days=400)
+@pytest.mark.parametrize(
+    ("days", "options"), [(400, {}), (0, {"dry_run": "True"})], ids=["future", "dry"]
+)
+def test_run_in_the_future_and_dry_run_hold_up_no_later_run(
+    log: Log, lake: LakeSpec, days: int, options: dict[str, str]
+) -> None:
+    at = datetime.now(timezone.utc) + timedelta(days=days)
     log.insert(
         "django_txmsg_pipelinerun",
         [{"id": uuid.uuid4(), "job": "sweep", "service": "shop", "state": "clean",
-          "run_by": "", "lake": "", "options": {}, "rows": 0, "counts": {},
-          "error": "", "started_at": datetime.now(timezone.utc) + far}],
+          "run_by": "", "lake": "", "options": options, "rows": 0, "counts": {},
+          "error": "", "started_at": at}],
     )  # fmt: skip
-    round_of(log, lake, options=replace(NOW, sweep_every=timedelta(days=1)))
-    assert log.count("django_txmsg_pipelinerun") == 3
+    sweeps = "SELECT count(*) FROM django_txmsg_pipelinerun WHERE job = 'sweep'"
+    for _ in range(2):
+        round_of(log, lake, options=replace(NOW, sweep_every=timedelta(days=1)))
+        assert log.value(sweeps) == 2
 
 
 def reach(follower: Follower) -> timedelta:

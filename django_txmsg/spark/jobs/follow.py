@@ -281,8 +281,7 @@ class Follower:
         if not every or self.stop.is_set():
             return False
         last = alerts.last_run(connection, self.source, job)
-        # A clock that was wrong may have left one in the future.
-        return last is None or abs(connection.clock() - last.started_at) >= every
+        return last is None or connection.clock() - last.started_at >= every
 
     def _weigh(
         self,
