@@ -736,8 +736,29 @@ def test_findings_whose_count_could_not_be_stored_are_counted_at_the_next_check(
             follower._lost(connection)
             assert lost(connection) == 1
         # The run has ended since the last check, and is not counted again.
-        follower._lost(connection, "Found by another run, new: ")
+        follower._lost(connection, str(uuid.uuid4()))
         assert lost(connection) == 0
+
+
+def test_findings_are_counted_if_the_clock_was_ahead_at_the_last_check(
+    log: Log, lake: LakeSpec
+) -> None:
+    spec = JobSpec((log.spec,), lake)
+    follower = Follower(spec, NOW, None, threading.Event())
+    with log.connected() as connection:
+        Alerts(connection, "shop").weigh("lost", 0, 0, "Nothing is known yet.")
+        connection.execute(
+            "UPDATE django_txmsg_pipelinealert SET checked_at = %s",
+            connection.clock() + timedelta(days=1),
+        )
+        with recorded(spec, "reconcile", {}) as run:
+            Noted(log.spec).keep([finding_of(run)], run.started_at)
+
+        follower._lost(connection, run.id)
+
+        [lost] = Alerts(connection, "shop").read()
+    assert lost.value == 1
+    assert lost.summary.startswith(f"Found by run {run.id}, new: 1 never_received.")
 
 
 @contextmanager

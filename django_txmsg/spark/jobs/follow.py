@@ -365,7 +365,7 @@ class Follower:
         self._failures = 0 if error is None else self._failures + 1
         weigh("reconcile", self._failures, 1, error or "reconcile has run again.")
         if error is None:
-            self._lost(connection, f"Found by run {facts['run']}, new: ")
+            self._lost(connection, facts["run"])
 
     def _archived(self) -> bool:
         """Return whether a lake exists and can be read now."""
@@ -392,14 +392,17 @@ class Follower:
         summary = wrong or "The lake matches its log."
         weigh("verify", len(wrong.splitlines()), 0, summary)
 
-    def _lost(self, connection: Connection, found_by: str = "") -> None:
+    def _lost(self, connection: Connection, run: str = "") -> None:
         """Record, as a measured value, how many lost messages were found since the last
-        check. This includes the messages found by runs of `reconcile` that ended while
-        `follow` was stopped."""
-        new, starts = alerts.lost(connection, self.source, LOST + STUCK, self._counted)
-        if not (found_by or new or new is None):
+        check, and by the run that has just ended. This includes the messages found by
+        runs of `reconcile` that ended while `follow` was stopped."""
+        new, starts = alerts.lost(
+            connection, self.source, LOST + STUCK, self._counted, run
+        )
+        if not (run or new or new is None):
             return
-        summary = found_by or "Found while `follow` was not running, new: "
+        how = f"by run {run}" if run else "while `follow` was not running"
+        summary = f"Found {how}, new: "
         listed = ", ".join(f"{count:,} {name}" for name, count in (new or {}).items())
         summary += f"{listed or 'nothing'}."
         if "never_received" in (new or {}):
