@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
+# Checks import it, and `committing` hides its app.
+import django.contrib.auth.middleware  # noqa: F401
 import pytest
 from django.db import connection, transaction
 from django.test import override_settings
