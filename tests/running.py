@@ -211,6 +211,16 @@ def drained(destination: str, broker: str = "default") -> list[Delivery]:
             found.append(delivery)
 
 
+def set_sequence(model: Any, following: int) -> None:
+    """Set the primary key that PostgreSQL gives the next row of a model."""
+    table = model._meta.db_table
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT setval(pg_get_serial_sequence(%s, 'id'), %s, false)",
+            [table, following],
+        )
+
+
 def put(
     destination: str,
     body: bytes = b"null",

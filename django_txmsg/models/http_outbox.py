@@ -164,7 +164,13 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
         always raises an error, because a standby accepts no writes.
         """
         with transaction.atomic(using=self.db):
-            self.bulk_create([self.model(identity=identity)], ignore_conflicts=True)
+            # `ignore_conflicts` would also ignore that a new primary key exists.
+            self.bulk_create(
+                [self.model(identity=identity)],
+                update_conflicts=True,
+                update_fields=["identity"],
+                unique_fields=["identity"],
+            )
         seen_at: dt.datetime = self.get(identity=identity).seen_at
         return seen_at
 

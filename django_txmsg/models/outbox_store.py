@@ -106,7 +106,13 @@ class StoringManager(SqlManager):
         # With a single row, the answer needs no assignment to rows.
         returning += ["message_id"] * (len(rows) > 1 or not new_ids)
         returning += [_LOCKED_AT] * (lock is not None)
-        conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
+        conflict = ""
+        if not new_ids:
+            # A primary key that exists is an error, because it does not mean that the
+            # message is stored. PostgreSQL takes only one target, and a unique key is
+            # a second one: then `sending/storing.py` looks for the message.
+            target = "" if unique else " (message_id, replay_id)"
+            conflict = f"ON CONFLICT{target} DO NOTHING"
         return self._insert(rows, conflict, returning, unique, lock)
 
     def _try_copy(

@@ -20,7 +20,11 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
 
     def begin(self, rows: Iterable[Schedule]) -> None:
         """Add a row for each recurring message that has none yet."""
-        self.bulk_create(rows, ignore_conflicts=True)
+        # `ignore_conflicts` would also ignore that a new primary key exists already.
+        place = ["service", "name"]
+        self.bulk_create(
+            rows, update_conflicts=True, update_fields=["name"], unique_fields=place
+        )
 
     def advance(self, row: Schedule, tick: dt.datetime, timing: str) -> bool:
         """Advance a row to a tick. Returns False if the row was advanced or paused

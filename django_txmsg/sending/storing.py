@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from django.db import connections, transaction
+from django.db import IntegrityError, connections, transaction
 from django.utils import timezone
 
 from .. import conf, signals, wire
@@ -85,7 +85,8 @@ def set_apart(rows: list[NewMessage], alias: str) -> list[NewMessage]:
     Returns the changed rows.
 
     An earlier attempt of the stage may have committed such other messages, for example
-    in a session of its own.
+    in a session of its own. Raises IntegrityError if no message is stored under the
+    row's id.
     """
     known = OutboxMessage.objects.using(alias).filter(
         OneOf("message_id", [row.message_id for row in rows]), replay_id=""
@@ -99,7 +100,14 @@ def set_apart(rows: list[NewMessage], alias: str) -> list[NewMessage]:
     apart = []
     for row in rows:
         own = row.destination, row.key, row.body
-        if stored.get(row.message_id, own) != own:
+        if row.message_id not in stored:
+            transaction.set_rollback(True, using=alias)
+            raise IntegrityError(
+                f"Message {row.message_id} could not be stored, because its row got a "
+                f"primary key that exists already: the sequence of the table is behind "
+                f"its rows. manage.py txmsg doctor says what to do."
+            )
+        if stored[row.message_id] != own:
             row.message_id = wire.other_id(row.message_id, *own)
             apart.append(row)
     return apart

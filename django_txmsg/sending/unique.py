@@ -138,7 +138,8 @@ def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, M
     stored = {
         one.message_id: one for one in known.filter(message_id__in=ids, replay_id="")
     }
-    apart = set_apart([row for row in rows if row.origin == "derived"], alias)
+    derived = [row for row in rows if row.origin == "derived"]
+    apart = set_apart([row for row in derived if row.message_id in stored], alias)
     found: dict[uuid.UUID, Message] = {}
     for row in rows:
         if row in apart:

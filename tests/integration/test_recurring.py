@@ -27,7 +27,7 @@ from django_txmsg.scheduling.timetable import recurring
 from django_txmsg.testing import drain
 from tests.faults import ManageProcess, wait_until
 from tests.forgetting import forget_recurring
-from tests.running import IMPATIENT, committing, declared, ship, txmsg
+from tests.running import IMPATIENT, committing, declared, set_sequence, ship, txmsg
 
 UTC = dt.timezone.utc
 NOON = dt.datetime(2026, 6, 1, 12, tzinfo=UTC)
@@ -278,6 +278,21 @@ def test_an_id_that_is_stored_already_is_not_stored_again() -> None:
         assert Schedule.objects.get().last_tick == clock.now
 
     assert stored() == at(1)
+
+
+@pytest.mark.postgresql
+@pytest.mark.django_db
+def test_tick_is_stored_later_if_the_sequence_is_behind() -> None:
+    with keeping() as (clock, timekeeper):
+        clock.now += MINUTE
+        timekeeper.tick()
+        set_sequence(OutboxMessage, OutboxMessage.objects.get().pk)
+        clock.now += MINUTE
+        assert timekeeper._keep("default") == AFTER_FAILURE
+        assert stored() == at(1)
+        timekeeper.tick()
+
+    assert stored() == at(1, 2)
 
 
 @pytest.mark.django_db

@@ -11,13 +11,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from django.db import connection, transaction
+from django.db import IntegrityError, connection, transaction
 
+from django_txmsg.envelope.message import Message
 from django_txmsg.errors import DuplicateMessage, InvalidMessage, TransactionRequired
-from django_txmsg.models import OutboxMessage
+from django_txmsg.models import (
+    DatabaseIdentity,
+    InboxMessage,
+    OutboxMessage,
+    Schedule,
+)
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.app.models import Order
-from tests.running import committing, txmsg
+from tests.running import committing, declared, send, set_sequence, step, txmsg
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -221,6 +227,56 @@ def test_few_and_many_are_stored_under_row_level_security(
         bodies = [bytes(one.body) for one in OutboxMessage.objects.order_by("id")]
         transaction.set_rollback(True)
     assert bodies == [str(number).encode() for number in range(count)]
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize(
+    ("count", "behind", "unique"), [(3, 1, False), (20, 21, False), (3, 2, True)]
+)
+def test_no_message_of_a_stage_is_lost_if_the_sequence_is_behind(
+    count: int, behind: int, unique: bool
+) -> None:
+    """Logical replication copies rows, but not the values of sequences. Here only the
+    first attempt gets primary keys that exist."""
+
+    def handler(_: Message) -> None:
+        send_messages(
+            {"destination": "orders", "body": number}
+            | ({"unique": "u"} if unique and number == count - 1 else {})
+            for number in range(count)
+        )
+
+    with declared(handler) as stage:
+        send(stage.destination)
+        with transaction.atomic():
+            send_messages({"destination": "elsewhere", "body": 1} for _ in range(25))
+        last = OutboxMessage.objects.latest("id").pk
+        set_sequence(OutboxMessage, last + 1 - behind)
+        step(stage)
+        stored = OutboxMessage.objects.filter(destination="orders")
+        assert not stored.exists()
+        assert not InboxMessage.objects.get().processed_at
+        step(stage, times=2)
+        assert InboxMessage.objects.get().processed_at
+    assert [int(bytes(one.body)) for one in stored.order_by("id")] == [*range(count)]
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("model", [Schedule, DatabaseIdentity])
+def test_sequence_that_is_behind_is_an_error_for_other_rows_too(model: Any) -> None:
+    def add(name: str) -> None:
+        if model is Schedule:
+            Schedule.objects.make("tests", name, {}, "* * * * *")
+        else:
+            DatabaseIdentity.objects.note(name)
+
+    add("first")
+    set_sequence(model, model.objects.latest("id").pk)
+    with pytest.raises(IntegrityError):
+        add("second")
+    add("second")
+    add("second")
+    assert model.objects.count() == 2
 
 
 def test_a_thousand_are_a_few_inserts(
