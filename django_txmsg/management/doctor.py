@@ -26,6 +26,7 @@ from django.core.management.base import BaseCommand
 from django.db import Error as AnyDatabaseError
 from django.db import connections, router, transaction
 from django.db.migrations.executor import MigrationExecutor
+from django.db.models import AutoField
 from django.utils import timezone
 
 from .. import conf, wire
@@ -34,7 +35,7 @@ from ..envelope.message import new_id
 from ..errors import TxmsgError
 from ..lazy_imports import install
 from ..models import OutboxMessage, Worker
-from ..models.fields import clock
+from ..models.fields import clock, query
 from ..models.outbox import PENDING
 from ..monitoring import attendance
 from ..monitoring.alarms import listed
@@ -44,8 +45,9 @@ from ..monitoring.databases import (
     with_only_queues,
     with_tables,
 )
-from ..monitoring.waiting import in_outbox
+from ..monitoring.waiting import in_outbox, places_sql
 from ..relaying.listener import alias_of, receives_notifications
+from ..rules import outbox
 from ..sending.outbox import send_message
 from ..stages import all_stages
 from .terminal import SEARCHED
@@ -56,6 +58,8 @@ GOOD, WARNING, BAD = "good", "warning", "bad"
 ROUND_TRIP = 10.0
 #: Most seconds by which the clocks of this machine and of a database may differ.
 SKEW = 2.0
+#: The labels of our apps.
+_OURS = {"django_txmsg", "txmsg_spark"}
 #: Distributions whose versions are printed.
 DRIVERS = ("psycopg", "psycopg2", "stomp.py", "amqp", "celery", "pyspark")
 
@@ -125,6 +129,8 @@ def examine() -> Iterator[Examined]:
         if not any(one.state == BAD for one in found):
             reached.append(alias)
     yield from _not_served()
+    for alias in reached:
+        yield from _unknown_brokers(alias)
     for alias in sorted(conf.get().BROKERS):
         broker = find_broker(alias)
         if broker and broker.stored_in and broker.stored_in not in reached:
@@ -175,6 +181,8 @@ def _database(alias: str) -> Iterator[Examined]:
     tables = Examined(f"tables in database {alias!r}", *_migrations(alias))
     yield tables
     if tables.state == GOOD:
+        if connection.vendor == "postgresql":
+            yield Examined(f"sequences of database {alias!r}", *_sequences(alias))
         yield Examined(f"writing to database {alias!r}", *_writes(alias))
     skew = abs((timezone.now() - there).total_seconds())
     if skew > SKEW:
@@ -217,9 +225,7 @@ def _migrations(alias: str) -> Result:
             "Run manage.py showmigrations as the user that migrates, or allow this "
             "one to SELECT from django_migrations.",
         )
-    ours = {"django_txmsg", "txmsg_spark"} & {
-        one.label for one in apps.get_app_configs()
-    }
+    ours = _OURS & {one.label for one in apps.get_app_configs()}
     ends = [one for one in executor.loader.graph.leaf_nodes() if one[0] in ours]
     missing = [f"{one.app_label}.{one.name}" for one, _ in executor.migration_plan(ends)
                if one.app_label in ours]  # fmt: skip
@@ -231,6 +237,61 @@ def _migrations(alias: str) -> Result:
         f"migrations missing: {len(missing)}, the first {missing[0]}",
         f"Run manage.py migrate{where}.",
     )
+
+
+def _sequences(alias: str) -> Result:
+    behind = []
+    for model in apps.get_models():
+        options = model._meta
+        if (
+            options.app_label not in _OURS
+            or not (options.managed and isinstance(options.pk, AutoField))
+            or not router.allow_migrate_model(alias, model)
+        ):
+            continue
+        with contextlib.suppress(AnyDatabaseError):  # this role may not read the table
+            ((late,),) = query(
+                alias,
+                "SELECT has_sequence_privilege(s, 'USAGE, SELECT')"  # noqa: S608 - ours
+                f" AND (SELECT max(id) FROM {options.db_table})"
+                " > coalesce(pg_sequence_last_value(s::regclass), 0)"
+                " FROM pg_get_serial_sequence(%s, 'id') s",
+                [options.db_table],
+            )
+            behind += [options] if late else []
+    if not behind:
+        return GOOD, "ahead of the rows"
+    where = "" if alias == "default" else f" --database {alias}"
+    labels = " ".join(sorted({one.app_label for one in behind}))
+    return (
+        BAD,
+        f"new rows get primary keys that exist, in "
+        f"{listed([one.db_table for one in behind], 3)}",
+        f"Stop all processes, and run manage.py sqlsequencereset {labels}{where} | "
+        f"manage.py dbshell{where}.",
+    )
+
+
+def _unknown_brokers(alias: str) -> Iterator[Examined]:
+    """Yield the brokers of pending messages of this service that the settings do not
+    name."""
+    table = OutboxMessage._meta.db_table
+    named = query(
+        alias,
+        f"{places_sql(table, ('broker',), outbox.PENDING)} SELECT o.broker"  # noqa: S608 - of ours
+        f" FROM places JOIN {table} o ON o.id = places.id ORDER BY o.broker",
+    )
+    own = OutboxMessage.objects.using(alias).filter(
+        PENDING, service__in=conf.get().services
+    )
+    for (broker,) in named:
+        if broker not in conf.get().BROKERS and own.filter(broker=broker).exists():
+            yield Examined(
+                f"messages to broker {broker!r} in database {alias!r}",
+                BAD,
+                'they wait, and TXMSG["BROKERS"] does not name this broker',
+                "Add the broker, with the URL of the server that has to get them.",
+            )
 
 
 def _writes(alias: str) -> Result:

@@ -120,7 +120,7 @@ def _outbox(status: Status) -> Iterator[Alarm]:
     if not waiting.overdue:
         return
     why = (
-        "Does the broker answer?"
+        "Does the broker answer? Run manage.py txmsg doctor."
         if status.attendance.relayed
         else "No relay is running: start manage.py relay, or manage.py txmsg run."
     )

@@ -19,7 +19,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage
 from tests import factories
 from tests.faults import ManageProcess, wait_until
-from tests.running import committing, declared, txmsg
+from tests.running import committing, declared, set_sequence, txmsg
 from tests.services import ByAmqp, RabbitMQ, free_port
 from tests.services.rabbitmq import READER
 
@@ -166,6 +166,28 @@ def test_a_server_that_takes_no_writes_is_bad() -> None:
 
 
 @committing
+@pytest.mark.postgresql
+def test_a_sequence_that_is_behind_is_bad_until_the_cure_is_applied() -> None:
+    factories.OutboxMessageFactory(dispatched_at=factories.ago(hours=1))
+    set_sequence(OutboxMessage, 1)
+    subject = "sequences of database 'default'"
+    with txmsg():
+        code, examined = doctor()
+        (bad,) = of(examined, subject)
+        assert (code, bad["state"]) == (1, "bad")
+        assert "django_txmsg_outboxmessage" in bad["text"]
+        _, _, command = bad["cure"].partition("manage.py ")
+        name, app = command.split()[:2]
+        cure = StringIO()
+        call_command(name, app, stdout=cure, no_color=True)
+        with connection.cursor() as cursor:
+            cursor.execute(cure.getvalue())
+        code, examined = doctor()
+    (good,) = of(examined, subject)
+    assert (code, good["state"]) == (0, "good")
+
+
+@committing
 @pytest.mark.parametrize(
     ("queues", "service"), [("", "tests"), ("other", "tests"), ("", "before")]
 )
@@ -191,6 +213,21 @@ def test_messages_in_a_database_that_no_relay_serves_are_bad(
 
     assert (code, bad["state"]) == (1, "bad")
     assert "relay --database other" in bad["cure"]
+
+
+@committing
+def test_messages_to_a_broker_that_is_not_in_the_settings_are_bad() -> None:
+    for broker, service in [("default", "tests"), ("old", "tests"), ("its", "another")]:
+        factories.OutboxMessageFactory(
+            broker=broker, service=service, due_at=factories.ago(days=-1)
+        )
+    with txmsg():
+        code, examined = doctor()
+    bad = [one for one in examined if one["state"] == "bad"]
+    assert code == 1
+    assert [one["subject"] for one in bad] == [
+        "messages to broker 'old' in database 'default'"
+    ]
 
 
 @committing
