@@ -70,6 +70,8 @@ def redeliver(
             )
         elif stage in here:
             parked.append(letter)
+        elif why := _unsendable_why(letter):
+            tally.skipped[letter.pk] = why
         elif not force and (why := _everyones_why(letter, using)):
             tally.skipped[letter.pk] = f"{why}; force sends it"
         else:
@@ -107,6 +109,18 @@ def revoked_why(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) 
     return (
         f"message {letter.message_id} is revoked: the flow that sent it has gone on "
         f"without it, and would not undo it"
+    )
+
+
+def _unsendable_why(letter: DeadLetter) -> str:
+    """Return why no relay would send a dead letter that is stored again, or ""."""
+    if letter.broker in conf.get().BROKERS:
+        return ""
+    if _sender(letter) not in conf.get().services:
+        return ""  # another service, whose brokers are not known here
+    return (
+        f'the broker {letter.broker!r} is not in TXMSG["BROKERS"], so no relay would '
+        f"send the message. Add the broker again, or discard the message"
     )
 
 
@@ -300,7 +314,8 @@ def redeliver_copy(
 
     Raises InvalidMessage if a header cannot be sent or a JSON body cannot be parsed.
     Raises TxmsgError if the dead letter is no longer open, if its message is revoked,
-    or if the copy would reach every subscriber of a topic.
+    if the copy would reach every subscriber of a topic, or if the settings do not name
+    its broker.
     """
     using = letter._state.db or "default"
     content_type = letter.content_type or wire.BYTES
@@ -338,7 +353,7 @@ def redeliver_copy(
             InboxMessage.order.db_manager(using).wait_for_copy(
                 letter.stage, letter.message_id, copy.message_id
             )
-        elif why := _everyones_why(letter, using):
+        elif why := _unsendable_why(letter) or _everyones_why(letter, using):
             raise TxmsgError(f"No copy was sent: {why}.")
         else:
             storing.store([copy], using)

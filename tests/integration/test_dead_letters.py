@@ -308,6 +308,26 @@ def test_removed_stages_letter_goes_to_its_queue_but_to_no_topic() -> None:
     assert OutboxMessage.objects.filter(destination=TOPIC, dispatched_at=None).exists()
 
 
+def test_letter_of_a_removed_broker_stays_open_unless_a_stage_parks_it() -> None:
+    """A relay sends only the messages of the brokers in its settings. What another
+    service has stored goes to that service's relay."""
+    gone: dict[str, Any] = {"broker": "gone", "destination": "tests.kept"}
+    letter = make.DeadLetterFactory(stage="", headers={}, **gone)
+    foreign = make.DeadLetterFactory(
+        stage="", headers={"txmsg-service": "another"}, **gone
+    )
+    with declared(print, "tests.kept") as stage:
+        parked = make.DeadLetterFactory(stage=stage.name, **gone)
+        operation = resolve("redeliver", force=True)
+    assert (operation.done, operation.skipped) == (2, 1)
+    assert "not in TXMSG" in operation.skipped_why[str(letter.pk)]
+    with pytest.raises(TxmsgError, match="not in TXMSG"):
+        resolution.redeliver_copy(letter, headers={}, body=b"2")
+    assert DeadLetter.objects.get(resolution="open") == letter
+    assert OutboxMessage.objects.get().message_id == foreign.message_id
+    assert InboxMessage.objects.get().message_id == parked.message_id
+
+
 @pytest.mark.parametrize("reason", ["broker", "rejected"])
 def test_copy_of_a_topics_letter_that_has_no_stage(reason: str) -> None:
     """If the broker has dead-lettered the message, its other subscribers have it. If
