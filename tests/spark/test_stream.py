@@ -188,6 +188,44 @@ def test_a_checkpoint_of_another_cluster_is_refused(
         follow(spark, pg_log, tmp_path)
 
 
+@pytest.mark.matrix
+def test_a_checkpoint_that_the_database_has_not_reached_is_refused(
+    spark, log: Log, tmp_path: Path
+) -> None:
+    """The database was restored to an earlier state, and new rows get the ids of
+    transactions, or of rows, that were lost."""
+    log.send_many(2)
+    assert follow(spark, log, tmp_path) == [1, 2]
+    for offsets in (tmp_path / "checkpoint" / "offsets").glob("[0-9]*"):
+        *heads, text = offsets.read_text().splitlines()
+        offset = json.loads(text)
+        offset["position"] = str(int(offset["position"]) + 1_000_000)
+        offsets.write_text("\n".join([*heads, json.dumps(offset)]))
+        (offsets.parent / f".{offsets.name}.crc").unlink()
+
+    with pytest.raises(StreamingQueryException, match="Start with a new checkpoint"):
+        follow(spark, log, tmp_path)
+
+
+@pytest.mark.usefixtures("asking")
+def test_running_stream_ends_if_its_database_is_restored(log: Log) -> None:
+    stream = Reading(log)
+    log.send_many(2)
+    start = stream.end(stream.reader.initialOffset())
+    if log.vendor == "postgresql":
+        later = start | {"position": str(int(start["position"]) + 1_000_000)}
+        if installed() < (4, 2):
+            stream.reader._reached = int(later["position"])
+    else:
+        later = start
+        log.execute("DELETE FROM django_txmsg_outboxmessage")
+        assert stream.end(later)  # pruned, and no id is given again
+        log.execute("DELETE FROM sqlite_sequence")
+
+    with pytest.raises(EnvironmentFault, match="restored to an earlier state"):
+        stream.end(later)
+
+
 def test_changes_can_be_followed(spark, pg_log: Log, tmp_path: Path) -> None:
     pg_log.send_many(3)
     assert follow(spark, pg_log, tmp_path, follow="changed") == [1, 2, 3]

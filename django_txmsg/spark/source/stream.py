@@ -120,12 +120,39 @@ class LogStream(DataSourceStreamReader):
         self, start: Mapping[str, Any], end: Mapping[str, Any]
     ) -> None:
         """Raise EnvironmentFault if the checkpoint contains a transaction id of another
-        PostgreSQL cluster."""
+        PostgreSQL cluster, or one that this cluster has not reached."""
         if start["cluster"] != end["cluster"]:
             raise EnvironmentFault(
                 f"The stream's checkpoint is of PostgreSQL cluster {start['cluster']}, "
                 f"and {self.spec.shown} is on {end['cluster']}: transaction ids do not "
                 "survive a dump and restore. Start with a new checkpoint."
+            )
+        self._insist_on_reached(int(start["position"]))
+
+    def _insist_on_reached(self, position: int) -> None:
+        """Raise EnvironmentFault if the database has not reached a position that the
+        stream has read. The database has then lost transactions, and new rows get
+        their ids."""
+        name = self.table.relation
+        with closing(connect_plain(self.spec)) as connection:
+            if self.postgres:
+                # A standby may lag behind the server that the stream has read before.
+                following = connection.value(
+                    "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
+                    " WHERE NOT pg_is_in_recovery()"
+                )
+            else:
+                following = connection.value(
+                    "SELECT coalesce(max(seq), 0) + 1 FROM sqlite_sequence"
+                    " WHERE name = %s",
+                    name,
+                )
+        if following is not None and following < position:
+            raise EnvironmentFault(
+                f"The stream's checkpoint is at {position}, and {self.spec.shown} has "
+                f"only come to {following}: it was restored to an earlier state, and "
+                f"the stream would miss new rows of {name}. Start with a new "
+                "checkpoint."
             )
 
     def end(self) -> dict[str, Any]:
@@ -228,6 +255,8 @@ class WholeStream(LogStream):
         """Return the position up to which the stream may read."""
         end = self.end()
         position = int(end["position"])
+        if position < self._reached:
+            self._insist_on_reached(self._reached)
         if self.postgres and position <= self._reached:
             self.tell_standstill(position)
         self._reached = max(position, self._reached)
