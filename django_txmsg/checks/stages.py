@@ -229,6 +229,19 @@ def _order(stage: Stage) -> Iterator[CheckMessage]:
             hint='Use transaction="outbox", or leave ordered= out.',
             id="txmsg.E060",
         )
+    elsewhere = [
+        repr(one.name)
+        for one in stages.all_stages()
+        if one.destination == stage.destination and one.broker != stage.broker
+    ]
+    if elsewhere and not wire.is_topic(stage.destination):
+        yield Warning(
+            f"Stage {stage.name!r} is ordered, and {', '.join(elsewhere)} "
+            f"consumes {stage.destination!r} from another broker: messages of one key "
+            f"that are sent through both brokers are not in order.",
+            hint="Send all messages to this destination through one broker.",
+            id="txmsg.W017",
+        )
 
 
 def _shared_queues() -> Iterator[CheckMessage]:

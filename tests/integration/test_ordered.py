@@ -712,6 +712,18 @@ def test_unorderable_stage_is_refused() -> None:
     }
 
 
+def test_ordered_destination_on_two_brokers_is_a_warning() -> None:
+    with (
+        declared(effect, "tests.moves", name="tests.old", ordered="block"),
+        declared(effect, "tests.moves", name="tests.new", broker="apart"),
+        declared(effect, "topic:tests.moves", name="tests.a", ordered="block"),
+        declared(effect, "topic:tests.moves", name="tests.b", broker="apart"),
+    ):
+        (found,) = stage_checks.check()
+    assert found.id == "txmsg.W017"
+    assert "'tests.old' is ordered, and 'tests.new'" in found.msg
+
+
 def test_a_stage_that_is_not_ordered_looks_for_no_turn() -> None:
     counted = []
     orders: list[stages.Order | None] = [None, "block"]
