@@ -13,11 +13,11 @@ from django.utils import timezone
 
 from .. import conf
 from ..models import AuditEntry
-from ..models.fields import clock, later_sql, query, read_instant
+from ..models.fields import clock, query, read_instant, sql_of
 from ..models.monitoring import Deed
 from ..monitoring import databases, dead
 from ..monitoring.lengths import duration
-from ..monitoring.waiting import array_sql, places_sql, read_array
+from ..monitoring.waiting import places_sql, read_array
 from ..rules import Rule
 from .base import ReadOnlyAdmin, insist
 
@@ -98,17 +98,17 @@ def _errors(using: str) -> Iterator[Change]:
     including errors whose dead letters are resolved. The query reads one index entry
     for each error, so an error with many dead letters costs no more than an error with
     one."""
-    table, connection = "django_txmsg_deadletter", connections[using]
+    table, sql = "django_txmsg_deadletter", sql_of(connections[using])
     first = places_sql(table, ("fingerprint",), Rule("TRUE"), "created_at")
     names = ("stage", "destination", "exception", "reason", "deaths", "fingerprint")
-    facts = array_sql(connection, *names)
+    facts = sql.array(*names)
     # By subqueries: a join may read the whole table if the statistics are outdated.
     rows = query(
         using,
         f"{first}, dated AS (SELECT id, (SELECT created_at FROM {table} o"  # noqa: S608 - constants only
         f" WHERE o.id = places.id) AS created_at FROM places) SELECT created_at,"
         f" (SELECT {facts} FROM {table} o WHERE o.id = dated.id) FROM dated"
-        f" WHERE created_at >= {later_sql(connection)}"
+        f" WHERE created_at >= {sql.later()}"
         " ORDER BY created_at DESC LIMIT %s",
         [-DAY.total_seconds(), MOST],
     )

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..runtime.per_process import Members, PerProcess
-from .fields import skip_locked_sql
+from .fields import Sql
 
 #: Most bytes of message bodies that the claims of one process load into memory at a
 #: time. A single larger message is claimed alone.
@@ -37,7 +37,7 @@ PATIENCE = 5.0
 
 
 def claim_sql(
-    connection: Any,
+    sql: Sql,
     table: str,
     *,
     due: str,
@@ -65,7 +65,7 @@ def claim_sql(
             SELECT c.id, c.{due} AS due, length(c.body) AS size{ranked} FROM {table} c
             WHERE {where}
             ORDER BY {highest and f"c.{highest}"}c.{due}, c.id LIMIT %s
-            {skip_locked_sql(connection)}),
+            {sql.skip_locked}),
         picked AS MATERIALIZED (
             SELECT id, due FROM (
                 SELECT id, due, size,

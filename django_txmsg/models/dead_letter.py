@@ -11,21 +11,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from django.db import connections, models, router, transaction
+from django.db import models, router, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
 
 from .. import wire
 from ..errors import TxmsgError
-from .fields import (
-    Later,
-    MessageKey,
-    SqlManager,
-    given_sql,
-    not_blank,
-    now_sql,
-    read_uuid,
-)
+from .fields import Later, MessageKey, SqlManager, not_blank, read_uuid
 
 # An operator's note about an error, for all dead letters with its fingerprint.
 #
@@ -159,12 +151,11 @@ class DeadLetterManager(SqlManager):
         `headers`, `replay_id` and `service`. Returns the primary key and the message id
         of each new row.
         """
-        connection = connections[self.db]
-        source = given_sql(
-            connection, "again", id="bigint", key="text", headers="jsonb",
-            replay_id="text", service="text",
+        source = self._sql.given(
+            "again", id="bigint", key="text", headers="jsonb", replay_id="text",
+            service="text",
         )  # fmt: skip
-        now = now_sql(connection)
+        now = self._sql.now
         rows = self._rows(
             "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id,"  # noqa: S608 - constants only
             " service, broker, destination, key, correlation_id, headers,"
@@ -190,11 +181,8 @@ class DeadLetterManager(SqlManager):
         and `service`. Parked and revoked messages are not changed. A processed message
         is parked again only if `force` is set.
         """
-        connection = connections[self.db]
-        source = given_sql(
-            connection, "again", id="bigint", headers="jsonb", service="text"
-        )
-        now = now_sql(connection)
+        source = self._sql.given("again", id="bigint", headers="jsonb", service="text")
+        now = self._sql.now
         settled = "TRUE" if force else "i.processed_at IS NULL"
         self._changed(
             f"""

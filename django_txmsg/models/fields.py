@@ -26,47 +26,147 @@ def local(instant: dt.datetime) -> str:
     return f"{timezone.localtime(instant):%Y-%m-%d %H:%M:%S %Z}"
 
 
-def now_sql(connection: Any) -> str:
-    """Return SQL for the database's current time, which advances within a transaction.
-    Execute the statement with parameters, because percent signs may be doubled."""
-    if connection.vendor == "postgresql":
-        return "clock_timestamp()"
-    return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+#: Due when its predecessor releases it.
+NEVER = "9000-01-01 00:00:00"
+
+
+class Sql:
+    """The SQL in which the databases differ, here for SQLite. Execute the statements
+    with parameters, because percent signs may be doubled."""
+
+    #: The database's current time, which advances within a transaction.
+    now = "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+    #: The time at which the statement began. Use this SQL in conditions: the value is
+    #: the same for all rows, so PostgreSQL can search an index by the value.
+    began = now
+    #: The clause with which a claim skips rows that other claims have locked. On SQLite
+    #: only one transaction writes at a time, and a claim is a single statement.
+    skip_locked = ""
+    #: The due time of a row that becomes due only when its predecessor releases it.
+    never = f"'{NEVER}'"
+    #: The bytes of a waiting row's body and headers.
+    size = "LENGTH(body) + LENGTH(headers)"
+    greatest, least = "max", "min"
+
+    def epoch(self, instant: str = "'now'") -> str:
+        """Return SQL for an instant, by default the current time, as Unix time in
+        seconds."""
+        return f"((julianday({instant}) - 2440587.5) * 86400.0)"
+
+    def at(self, epoch: str) -> str:
+        """Return SQL for the instant of a Unix time in seconds."""
+        return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', {epoch}, 'unixepoch')"
+
+    def later(self, seconds: str = "%s") -> str:
+        """Return SQL that adds `seconds`, by default a parameter, to the current
+        time."""
+        shift = f"printf('%%+.3f seconds', {seconds})"
+        return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', {shift})"
+
+    def instant_text(self, column: str) -> str:
+        """Return SQL for an instant in the format of `wire.format_instant()`, because
+        PostgreSQL formats instants faster than Python does. SQLite returns the text
+        that it stores."""
+        return column
+
+    def json_instant(self, value: str) -> str:
+        """Return SQL that formats an instant for JSON, so that `read_instant()` can
+        read it."""
+        return value
+
+    def text(self, column: str) -> str:
+        """Return SQL for a UUID or JSON as text. Text is cheaper to read than the
+        objects that the driver would create. SQLite returns the text that it stores."""
+        return column
+
+    def ids(
+        self,
+        column: str,
+        ids: Collection[int] | Collection[str] | Collection[uuid.UUID],
+    ) -> tuple[str, list[Any]]:
+        """Return an SQL condition and its parameters. The condition is true if `column`
+        is one of `ids`."""
+        condition = f"{column} IN (SELECT value FROM json_each(%s))"  # noqa: S608 - a column of ours
+        given = [one.hex if isinstance(one, uuid.UUID) else one for one in ids]
+        return condition, [json.dumps(given)]
+
+    def given(self, name: str, **columns: str) -> str:
+        """Return SQL for a table `name` whose rows come from one parameter, a JSON
+        array of objects. `columns` maps each column to its type in PostgreSQL."""
+        read = ", ".join(f"json_extract(value, '$.{one}') AS {one}" for one in columns)
+        return f"(SELECT {read} FROM json_each(%s)) AS {name}"  # noqa: S608 - constants only
+
+    def array(self, *values: str) -> str:
+        """Return SQL that combines values into a JSON array. A subquery can return only
+        one value, and such an array lets it return several values as one."""
+        return f"json_array({', '.join(values)})"
+
+    def without(self, header: str) -> str:
+        """Return SQL for a row's headers, minus the one named `header`."""
+        return f"json_remove(headers, '$.\"{header}\"')"
+
+
+class Postgres(Sql):
+    """The same SQL for PostgreSQL."""
+
+    now = "clock_timestamp()"
+    began = "statement_timestamp()"
+    skip_locked = "FOR UPDATE SKIP LOCKED"
+    never = f"'{NEVER}+00'::timestamptz"
+    size = "octet_length(body) + pg_column_size(headers)"
+    greatest, least = "greatest", "least"
+
+    def epoch(self, instant: str = now) -> str:
+        return f"extract(epoch FROM {instant})::float8"
+
+    def at(self, epoch: str) -> str:
+        return f"to_timestamp({epoch})"
+
+    def later(self, seconds: str = "%s") -> str:
+        return f"clock_timestamp() + make_interval(secs => {seconds})"
+
+    def instant_text(self, column: str) -> str:
+        pattern = 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'
+        return f"to_char({column} AT TIME ZONE 'UTC', '{pattern}')"
+
+    def json_instant(self, value: str) -> str:
+        return f"EXTRACT(EPOCH FROM {value})::float8"
+
+    def text(self, column: str) -> str:
+        return f"{column}::text"
+
+    def ids(
+        self,
+        column: str,
+        ids: Collection[int] | Collection[str] | Collection[uuid.UUID],
+    ) -> tuple[str, list[Any]]:
+        return f"{column} = ANY(%s)", [list(ids)]
+
+    def given(self, name: str, **columns: str) -> str:
+        typed = ", ".join(f"{column} {kind}" for column, kind in columns.items())
+        return f"jsonb_to_recordset(%s::jsonb) AS {name}({typed})"
+
+    def array(self, *values: str) -> str:
+        return f"json_build_array({', '.join(values)})"
+
+    def without(self, header: str) -> str:
+        return f"headers - '{header}'"
+
+
+_SQLITE, _POSTGRES = Sql(), Postgres()
+
+
+def sql_of(connection: Any) -> Sql:
+    """Return the SQL of a connection's database."""
+    return _POSTGRES if connection.vendor == "postgresql" else _SQLITE
 
 
 def clock(using: str) -> dt.datetime:
     """Return the database's current time, in UTC whatever the time zone of the
     connection is."""
-    ((instant,),) = query(using, f"SELECT {now_sql(connections[using])}")
+    ((instant,),) = query(using, f"SELECT {sql_of(connections[using]).now}")
     found: dt.datetime = read_instant(instant).astimezone(dt.timezone.utc)
     return found
-
-
-def began_sql(connection: Any) -> str:
-    """Return SQL for the time at which the statement began. Use this SQL in conditions:
-    the value is the same for all rows, so PostgreSQL can search an index by the
-    value."""
-    if connection.vendor == "postgresql":
-        return "statement_timestamp()"
-    return now_sql(connection)
-
-
-def epoch_sql(connection: Any, instant: str = "") -> str:
-    """Return SQL for an instant, by default the database's current time, as Unix time
-    in seconds."""
-    if connection.vendor == "postgresql":
-        return f"extract(epoch FROM {instant or now_sql(connection)})::float8"
-    day = instant or "'now'"
-    return f"((julianday({day}) - 2440587.5) * 86400.0)"
-
-
-def later_sql(connection: Any, seconds: str = "%s") -> str:
-    """Return an SQL expression that adds `seconds`, by default a parameter, to the
-    database's current time."""
-    if connection.vendor == "postgresql":
-        return f"clock_timestamp() + make_interval(secs => {seconds})"
-    shift = f"printf('%%+.3f seconds', {seconds})"
-    return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', {shift})"
 
 
 class Later(models.Func):
@@ -80,7 +180,7 @@ class Later(models.Func):
         self.seconds = seconds
 
     def as_sql(self, compiler: Any, connection: Any, *_: Any, **context: Any) -> Any:
-        return later_sql(connection), [self.seconds]
+        return sql_of(connection).later(), [self.seconds]
 
 
 #: Most characters of a message's key.
@@ -104,15 +204,6 @@ class MessageKey(models.Func):
         return self.as_sql(compiler, connection, template=template, **context)
 
 
-def skip_locked_sql(connection: Any) -> str:
-    """Return the clause with which a claim skips rows that other claims have locked. On
-    SQLite the clause is empty: only one transaction writes at a time, and a claim is a
-    single statement."""
-    if connection.vendor == "postgresql":
-        return "FOR UPDATE SKIP LOCKED"
-    return ""
-
-
 def limit_waits(connection: Any, seconds: float) -> None:
     """Limit how long the statements of the open transaction wait for a lock, but to
     less than `statement_timeout`. A statement that waits longer raises an
@@ -126,22 +217,6 @@ def limit_waits(connection: Any, seconds: float) -> None:
                 " FROM pg_settings WHERE name = 'statement_timeout'",
                 [int(seconds * 1000)],
             )
-
-
-def instant_text_sql(connection: Any, column: str) -> str:
-    """Return SQL for an instant in the format of `wire.format_instant()`, because
-    PostgreSQL formats instants faster than Python does. SQLite returns the text that it
-    stores."""
-    if connection.vendor != "postgresql":
-        return column
-    pattern = 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'
-    return f"to_char({column} AT TIME ZONE 'UTC', '{pattern}')"
-
-
-def text_sql(connection: Any, column: str) -> str:
-    """Return SQL for a UUID or JSON as text. Text is cheaper to read than the objects
-    that the driver would create. SQLite returns the text that it stores."""
-    return f"{column}::text" if connection.vendor == "postgresql" else column
 
 
 def no_wait_sql(connection: Any) -> tuple[str, str]:
@@ -159,20 +234,6 @@ def no_wait_sql(connection: Any) -> tuple[str, str]:
     return clause, "(SELECT count(*) FROM no_wait) = 1"
 
 
-def ids_sql(
-    connection: Any,
-    column: str,
-    ids: Collection[int] | Collection[str] | Collection[uuid.UUID],
-) -> tuple[str, list[Any]]:
-    """Return an SQL condition and its parameters. The condition is true if `column` is
-    one of `ids`."""
-    if connection.vendor == "postgresql":
-        return f"{column} = ANY(%s)", [list(ids)]
-    condition = f"{column} IN (SELECT value FROM json_each(%s))"  # noqa: S608 - a column of ours
-    given = [one.hex if isinstance(one, uuid.UUID) else one for one in ids]
-    return condition, [json.dumps(given)]
-
-
 class OneOf(models.Func):
     """The condition that a column's value is in `ids`. The ids are one parameter."""
 
@@ -187,7 +248,7 @@ class OneOf(models.Func):
     def as_sql(self, compiler: Any, connection: Any, *_: Any, **context: Any) -> Any:
         (column,) = self.get_source_expressions()
         sql, parameters = compiler.compile(column)
-        condition, values = ids_sql(connection, sql, self.ids)
+        condition, values = sql_of(connection).ids(sql, self.ids)
         return f"({condition})", [*parameters, *values]
 
 
@@ -208,16 +269,6 @@ def read_uuid(value: Any) -> Any:
     return uuid.UUID(value) if isinstance(value, str) else value
 
 
-def given_sql(connection: Any, name: str, **columns: str) -> str:
-    """Return SQL for a table `name` whose rows come from one parameter, a JSON array of
-    objects. `columns` maps each column to its type in PostgreSQL."""
-    if connection.vendor == "postgresql":
-        typed = ", ".join(f"{column} {kind}" for column, kind in columns.items())
-        return f"jsonb_to_recordset(%s::jsonb) AS {name}({typed})"
-    read = ", ".join(f"json_extract(value, '$.{one}') AS {one}" for one in columns)
-    return f"(SELECT {read} FROM json_each(%s)) AS {name}"  # noqa: S608 - constants only
-
-
 def query(using: str, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
     """Execute a statement in a database, and return its rows. With no parameters, too,
     `%%` means `%`."""
@@ -233,6 +284,10 @@ class SqlManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
     def _table(self) -> str:
         table: str = self.model._meta.db_table
         return table
+
+    @property
+    def _sql(self) -> Sql:
+        return sql_of(connections[self.db])
 
     def _changed(self, sql: str, parameters: Sequence[Any]) -> int:
         """Execute a statement, and return the number of changed rows."""

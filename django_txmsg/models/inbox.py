@@ -17,7 +17,7 @@ from django.db.models.functions import Now
 from .. import wire
 from ..rules import Rule
 from ..rules.inbox import BLOCKED, NEEDS_NEWER_CODE, OPEN
-from .fields import ids_sql, not_blank, not_null, now_sql
+from .fields import not_blank, not_null
 from .inbox_arrival import EMPTIED, ArrivalManager, processed_sql
 from .inbox_order import OrderManager
 from .inbox_parking import ParkingManager
@@ -47,11 +47,10 @@ class InboxManager(ArrivalManager, ParkingManager):
         """Count another attempt of a message at a stage with blocking redelivery, where
         the worker keeps the message between two attempts. Returns the attempt's number,
         or 0 if another worker has claimed the message."""
-        connection = connections[self.db]
         held, fence = held_sql(token)
         row = self._row(
             f"UPDATE {self._table} SET attempts = attempts + 1,"  # noqa: S608 - constants only
-            f" started_at = {now_sql(connection)} WHERE id = %s{held}"
+            f" started_at = {self._sql.now} WHERE id = %s{held}"
             " RETURNING attempts",
             [pk, *fence],
         )
@@ -62,7 +61,7 @@ class InboxManager(ArrivalManager, ParkingManager):
         have to be processed. A worker with a duplicate of such a message waits for the
         lock."""
         connection = connections[self.db]
-        condition, parameters = ids_sql(connection, "id", ids)
+        condition, parameters = self._sql.ids("id", ids)
         condition += f" AND due_at IS NULL AND {OPEN.sql()}"
         # SQLite has no row locks: a write takes its only lock.
         sql = f"UPDATE {self._table} SET stage = stage WHERE {condition} RETURNING id"  # noqa: S608 - constants only
@@ -88,7 +87,7 @@ class InboxManager(ArrivalManager, ParkingManager):
         for dead_too in (False, True) if follows else (False,):
             come, values = turn_sql(connection, turn, dead_too=dead_too)
             if self._changed(
-                f"UPDATE {self._table} SET {processed_sql(connection)}"  # noqa: S608 - constants only
+                f"UPDATE {self._table} SET {processed_sql(self._sql)}"  # noqa: S608 - constants only
                 f" WHERE id = %s{condition} AND {OPEN.sql()}{come}",
                 [pk, *fence, *values],
             ):
@@ -98,10 +97,9 @@ class InboxManager(ArrivalManager, ParkingManager):
     def finish(self, ids: list[int]) -> None:
         """Mark rows as processed. Call this in the transaction that contains the
         handlers' work."""
-        connection = connections[self.db]
-        condition, parameters = ids_sql(connection, "id", ids)
+        condition, parameters = self._sql.ids("id", ids)
         self._changed(
-            f"UPDATE {self._table} SET {processed_sql(connection)},"  # noqa: S608 - constants only
+            f"UPDATE {self._table} SET {processed_sql(self._sql)},"  # noqa: S608 - constants only
             " attempts = CASE attempts WHEN 0 THEN 1 ELSE attempts END"
             f" WHERE {condition} AND dead_at IS NULL",
             parameters,
@@ -122,7 +120,7 @@ class InboxManager(ArrivalManager, ParkingManager):
         time, only one gets True.
         """
         connection = connections[self.db]
-        now = now_sql(connection)
+        now = self._sql.now
         pg = connection.vendor == "postgresql"
         merged = "headers || %s::jsonb" if pg else "json_patch(headers, %s)"
         if self._changed(

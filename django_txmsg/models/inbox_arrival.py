@@ -14,7 +14,7 @@ from django.db import connections, models
 
 from ..django_internals import raw
 from ..rules.inbox import OPEN
-from .fields import SqlManager, later_sql, no_wait_sql, now_sql, read_instant, read_uuid
+from .fields import Sql, SqlManager, no_wait_sql, read_instant, read_uuid
 from .turn import Turn, turn_sql
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class ArrivalManager(SqlManager):
                 f"BEGIN; SET LOCAL synchronous_commit = off; {recording},"  # noqa: S608 - constants only
                 f" set_config('{_MARK}', %s, false); COMMIT;"
                 f" BEGIN{level};"
-                f" UPDATE {self._table} SET {processed_sql(connection)}"
+                f" UPDATE {self._table} SET {processed_sql(self._sql)}"
                 f" WHERE message_id = %s AND stage = %s AND due_at IS NULL"
                 f" AND {OPEN.sql()}{come}",
                 [*parameters, mark, message.id, stage, *values],
@@ -174,14 +174,14 @@ class ArrivalManager(SqlManager):
         return None if row is None else read_record(row)
 
     def _finding(self, condition: str) -> str:
-        columns = RECORD_COLUMNS.format(now=now_sql(connections[self.db]))
+        columns = RECORD_COLUMNS.format(now=self._sql.now)
         return f"SELECT {columns} FROM {self._table} WHERE {condition}"  # noqa: S608 - constants only
 
     def _recording(
         self, stage: str, messages: Sequence[Message], idempotent: bool, counted: int
     ) -> tuple[str, list[Any]]:
         connection = connections[self.db]
-        now = now_sql(connection)
+        now = self._sql.now
         given = {message.id: message for message in messages}
         rows = ", ".join(
             [f"(%s, %s, %s, %s, %s, %s, 1, {counted}, {now}, {now}, {now}, '')"]
@@ -225,11 +225,10 @@ class ArrivalManager(SqlManager):
         )
 
 
-def processed_sql(connection: Any) -> str:
+def processed_sql(sql: Sql) -> str:
     """Return SQL that marks a row as processed. If the message has waited here for more
     than an hour, the SQL also sets `late_at`."""
-    now = now_sql(connection)
-    hour_ago = later_sql(connection, "-3600")
+    now, hour_ago = sql.now, sql.later("-3600")
     late = f"CASE WHEN last_received_at < {hour_ago} THEN {now} END"
     return f"processed_at = {now}, late_at = {late}, {EMPTIED}"
 

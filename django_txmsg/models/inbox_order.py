@@ -28,18 +28,7 @@ from typing import Any
 from django.db import connections, transaction
 
 from ..rules.inbox import OPEN
-from .fields import (
-    SqlManager,
-    began_sql,
-    epoch_sql,
-    ids_sql,
-    later_sql,
-    limit_waits,
-    no_wait_sql,
-    now_sql,
-    read_uuid,
-    skip_locked_sql,
-)
+from .fields import SqlManager, limit_waits, no_wait_sql, read_uuid
 from .turn import Turn, behind_sql, held_sql, passed_sql, passes_sql, waits_sql
 
 #: Seconds until a waiting message is rechecked, at first and at most.
@@ -58,24 +47,6 @@ READ = 10_000
 ON_ITS_WAY = 120.0
 #: Seconds that an operator's command waits for a message that a worker holds.
 PATIENCE = 5.0
-
-#: Due when its predecessor releases it.
-NEVER = "9000-01-01 00:00:00"
-
-
-def size_sql(connection: Any) -> str:
-    """Return SQL for the bytes of a waiting row's body and headers."""
-    if connection.vendor == "postgresql":
-        return "octet_length(body) + pg_column_size(headers)"
-    return "LENGTH(body) + LENGTH(headers)"
-
-
-def never_sql(connection: Any) -> str:
-    """Return SQL for the due time of a row that becomes due only when its predecessor
-    releases it."""
-    if connection.vendor == "postgresql":
-        return f"'{NEVER}+00'::timestamptz"
-    return f"'{NEVER}'"
 
 
 class OrderManager(SqlManager):
@@ -98,8 +69,7 @@ class OrderManager(SqlManager):
         of `turn`."""
         if not predecessors:
             return set()
-        connection = connections[self.db]
-        ids, values = ids_sql(connection, "p.message_id", predecessors)
+        ids, values = self._sql.ids("p.message_id", predecessors)
         passes = passes_sql(skips=turn.skips)
         rows = self._rows(
             f"SELECT p.message_id FROM {self._table} p WHERE {ids}"  # noqa: S608 - constants only
@@ -150,8 +120,8 @@ class OrderManager(SqlManager):
         waits_for = None if aside else turn.after_id
         # As text, in the form in which it is compared: drivers parse instants.
         row = self._row(
-            f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
-            f" waits_since = COALESCE(waits_since, {now_sql(connection)}),"
+            f"UPDATE {self._table} SET due_at = {self._sql.later()},"  # noqa: S608 - constants only
+            f" waits_since = COALESCE(waits_since, {self._sql.now}),"
             " waits_for = %s, key = %s,"
             " after_at = %s, headers = COALESCE(headers, %s),"
             " body = COALESCE(body, %s), lease_until = NULL, lease_token = NULL,"
@@ -181,7 +151,7 @@ class OrderManager(SqlManager):
         have ended before its transaction could see the parked row. Or the predecessor
         may itself be waiting."""
         connection = connections[self.db]
-        now, never = now_sql(connection), never_sql(connection)
+        now, never = self._sql.now, self._sql.never
         # If a crash loses this, the message is rechecked later.
         no_wait, waits_not = no_wait_sql(connection)
         passed = passed_sql("c.waits_for", "c.stage", skips=turn.skips)
@@ -212,8 +182,7 @@ class OrderManager(SqlManager):
         """Return two values: the number of messages that wait at a stage, and the
         estimated size of these messages in bytes. At most `most` messages are counted.
         The estimate is based on a sample of at most MEASURED messages."""
-        connection = connections[self.db]
-        size = size_sql(connection)
+        size = self._sql.size
         waits = f"FROM {self._table} WHERE stage = %s AND waits_for IS NOT NULL"
         limit = "" if most is None else " LIMIT %s"
         count, average = self._row(
@@ -234,7 +203,7 @@ class OrderManager(SqlManager):
         """Make the followers of these messages due, and return the number of followers.
         Call this in the transaction that ends the messages. If a follower is parked
         later, its own worker checks whether the predecessor has ended."""
-        ids, values = ids_sql(connections[self.db], "waits_for", messages)
+        ids, values = self._sql.ids("waits_for", messages)
         return self._release(stage, ids, values)
 
     def ask(
@@ -247,11 +216,10 @@ class OrderManager(SqlManager):
         longest = SHORT_PAUSE if soon else LONGEST_PAUSE
         connection, table = connections[self.db], self._table
         passed = passed_sql("c.waits_for", "c.stage", skips=skips)
-        native = connection.vendor == "postgresql"
-        highest, lowest = ("greatest", "least") if native else ("max", "min")
-        waited = f"{epoch_sql(connection)} - {epoch_sql(connection, 'o.waits_since')}"
-        seconds = f"{highest}({FIRST_PAUSE}, {lowest}({longest}, {waited}))"
-        pause = later_sql(connection, seconds)
+        waited = f"{self._sql.epoch()} - {self._sql.epoch('o.waits_since')}"
+        seconds = f"{self._sql.least}({longest}, {waited})"
+        seconds = f"{self._sql.greatest}({FIRST_PAUSE}, {seconds})"
+        pause = self._sql.later(seconds)
         # Read first, and changed only if unchanged since: a message that ended after
         # this statement began has released it already. They are returned, because
         # Python's `sqlite3` does not count what a statement with WITH has changed.
@@ -264,11 +232,11 @@ class OrderManager(SqlManager):
                 ORDER BY c.due_at, c.id LIMIT {ASKED})
             UPDATE {table} AS o
             SET due_at = CASE WHEN o.id IN (SELECT id FROM found WHERE behind)
-                              THEN {never_sql(connection)} ELSE {pause} END
+                              THEN {self._sql.never} ELSE {pause} END
             WHERE o.id IN (
                 SELECT i.id FROM {table} i JOIN found ON found.id = i.id
                 WHERE i.due_at = found.due_at AND {waits_sql("i")}
-                {skip_locked_sql(connection) and "FOR UPDATE OF i SKIP LOCKED"})
+                {self._sql.skip_locked and "FOR UPDATE OF i SKIP LOCKED"})
             RETURNING id
             """,  # noqa: S608 - constants only
             [stage, connection.ops.adapt_datetimefield_value(until)],
@@ -288,7 +256,7 @@ class OrderManager(SqlManager):
         message is released only if the stage has no earlier unfinished message of the
         same key. `link` is the header that names the predecessor. Returns the number of
         released messages."""
-        connection, table = connections[self.db], self._table
+        table = self._table
         held = "e.dead_at IS NULL"
         lost, parameters = "", [stage, -patience]
         if not skips:
@@ -301,18 +269,18 @@ class OrderManager(SqlManager):
             )
             parameters[1] = -min(patience, ON_ITS_WAY)
             if retention is not None:
-                lost += f" OR c.after_at < {later_sql(connection)}"
+                lost += f" OR c.after_at < {self._sql.later()}"
                 parameters.append(-retention.total_seconds())
             lost += ")"
         return self._changed(
             f"""
-            UPDATE {table} SET due_at = {now_sql(connection)}, waits_for = NULL,
-                headers = {_without(connection, link)}
+            UPDATE {table} SET due_at = {self._sql.now}, waits_for = NULL,
+                headers = {self._sql.without(link)}
             WHERE id IN (
                 SELECT c.id FROM {table} c
-                WHERE c.stage = %s AND c.due_at <= {began_sql(connection)}
+                WHERE c.stage = %s AND c.due_at <= {self._sql.began}
                   AND {waits_sql("c")}
-                  AND c.waits_since <= {later_sql(connection)}
+                  AND c.waits_since <= {self._sql.later()}
                   AND NOT EXISTS (SELECT 1 FROM {table} p
                       WHERE p.message_id = c.waits_for AND p.stage = c.stage)
                   {lost}
@@ -320,7 +288,7 @@ class OrderManager(SqlManager):
                       WHERE e.stage = c.stage AND e.key = c.key AND NOT e.key = ''
                         AND e.processed_at IS NULL AND {held} AND e.id <> c.id
                         AND (e.after_at IS NULL OR e.after_at < c.after_at))
-                ORDER BY c.due_at, c.id LIMIT {ASKED} {skip_locked_sql(connection)})
+                ORDER BY c.due_at, c.id LIMIT {ASKED} {self._sql.skip_locked})
             """,  # noqa: S608 - constants only
             parameters,
         )
@@ -340,9 +308,9 @@ class OrderManager(SqlManager):
         with transaction.atomic(using=self.db):
             limit_waits(connection, PATIENCE)
             return self._changed(
-                f"UPDATE {table} SET due_at = {now_sql(connection)}, waits_for = NULL,"  # noqa: S608 - constants only
+                f"UPDATE {table} SET due_at = {self._sql.now}, waits_for = NULL,"  # noqa: S608 - constants only
                 " lease_until = NULL, lease_token = NULL,"
-                f" headers = {_without(connection, link)} WHERE id = (SELECT c.id"
+                f" headers = {self._sql.without(link)} WHERE id = (SELECT c.id"
                 f" FROM {table} c WHERE c.stage = %s AND c.key = %s AND NOT c.key = ''"
                 " AND c.waits_for IS NOT NULL AND c.processed_at IS NULL"
                 " AND c.dead_at IS NULL ORDER BY c.after_at, c.id LIMIT 1)"
@@ -359,7 +327,7 @@ class OrderManager(SqlManager):
             f"id IN (WITH free AS MATERIALIZED (SELECT c.id FROM {self._table} c"  # noqa: S608 - constants only
             " WHERE c.stage = %s"
             f" AND {waits_sql('c')} LIMIT {READ}"
-            f" {skip_locked_sql(connections[self.db])}) SELECT id FROM free)"
+            f" {self._sql.skip_locked}) SELECT id FROM free)"
         )
         while self._release(stage, free, [stage]) == READ:
             between()
@@ -369,8 +337,7 @@ class OrderManager(SqlManager):
         not released them: a process whose stage is not ordered has processed the
         predecessor. `ask()` then checks them as usual. `between` is called after each
         `READ` messages."""
-        connection = connections[self.db]
-        never, last, read = never_sql(connection), 0, READ
+        never, last, read = self._sql.never, 0, READ
         while read == READ:
             # Read first: SQLite locks the database for as long as an UPDATE searches.
             page = self._rows(
@@ -382,11 +349,11 @@ class OrderManager(SqlManager):
             stranded = [str(pk) for pk, behind in page if not behind]
             for first in range(0, len(stranded), ASKED):
                 self._changed(
-                    f"UPDATE {self._table} SET due_at = {now_sql(connection)}"  # noqa: S608 - constants only
+                    f"UPDATE {self._table} SET due_at = {self._sql.now}"  # noqa: S608 - constants only
                     f" WHERE id IN (SELECT c.id FROM {self._table} c"
                     f" WHERE c.id IN ({', '.join(stranded[first : first + ASKED])})"
                     f" AND c.due_at = {never} AND {waits_sql('c')}"
-                    f" {skip_locked_sql(connection)})",
+                    f" {self._sql.skip_locked})",
                     [],
                 )
             read = len(page)
@@ -395,14 +362,7 @@ class OrderManager(SqlManager):
 
     def _release(self, stage: str, which: str, values: list[Any]) -> int:
         return self._changed(
-            f"UPDATE {self._table} SET due_at = {now_sql(connections[self.db])},"  # noqa: S608 - constants only
+            f"UPDATE {self._table} SET due_at = {self._sql.now},"  # noqa: S608 - constants only
             f" waits_for = NULL WHERE stage = %s AND {which} AND {OPEN.sql()}",
             [stage, *values],
         )
-
-
-def _without(connection: Any, header: str) -> str:
-    """Return SQL for a row's headers, minus the one named `header`."""
-    if connection.vendor == "postgresql":
-        return f"headers - '{header}'"
-    return f"json_remove(headers, '$.\"{header}\"')"

@@ -12,21 +12,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from django.db import connections, models
+from django.db import models
 from django.db.models.functions import Now
 
 from .. import rules
 from ..rules.inbox import OPEN
 from .claiming import bounds, claim_sql
-from .fields import (
-    Holds,
-    Later,
-    SqlManager,
-    began_sql,
-    later_sql,
-    now_sql,
-    skip_locked_sql,
-)
+from .fields import Holds, Later, SqlManager
 from .inbox_arrival import RECORD_COLUMNS, InboxRecord, read_record
 from .turn import Turn
 
@@ -101,7 +93,7 @@ class ParkingManager(SqlManager):
     def due_stages(self, stages: Mapping[str, Reads | None]) -> set[str]:
         """Return the stages that have a parked message which is due, unclaimed and
         readable by this code."""
-        now = began_sql(connections[self.db])
+        now = self._sql.began
         found: set[str] = set()
         left = iter(stages.items())
         while part := list(islice(left, LOOKED_TOGETHER)):
@@ -128,21 +120,21 @@ class ParkingManager(SqlManager):
         means all.
         """
         readable, versions = _readable("c.", reads)
-        connection = connections[self.db]
-        now = now_sql(connection)
+        sql = self._sql
+        now, began = sql.now, sql.began
         since = time.monotonic()
-        sql = claim_sql(
-            connection,
+        statement = claim_sql(
+            sql,
             self._table,
             due="due_at",
-            where=f"c.stage = %s AND c.due_at <= {began_sql(connection)} AND"
-            f" {rules.NOT_LEASED.sql('c', now=began_sql(connection))}{readable}",
-            assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
+            where=f"c.stage = %s AND c.due_at <= {began} AND"
+            f" {rules.NOT_LEASED.sql('c', now=began)}{readable}",
+            assign=f"lease_until = {sql.later()}, lease_token = %s,"
             f" attempts = attempts + 1, started_at = {now}",
             returning=f"{RECORD_COLUMNS.format(now=now)}, destination, headers, body,"
             " slot, key",
         )
-        row = self._row(sql, [stage, *versions, *bounds(1), lease, token.hex])
+        row = self._row(statement, [stage, *versions, *bounds(1), lease, token.hex])
         if row is None:
             return None
         *record, destination, headers, body, slot, key = row
@@ -172,11 +164,10 @@ class ParkingManager(SqlManager):
     def extend(self, pk: int, token: uuid.UUID, lease: float) -> None:
         """Extend the lease of a claimed message to `lease` seconds from now. A locked
         row is skipped, because no other worker can claim it anyway."""
-        connection = connections[self.db]
         self._changed(
-            f"UPDATE {self._table} SET lease_until = {later_sql(connection)}"  # noqa: S608 - constants only
+            f"UPDATE {self._table} SET lease_until = {self._sql.later()}"  # noqa: S608 - constants only
             f" WHERE id IN (SELECT id FROM {self._table} WHERE id = %s"
-            f" AND lease_token = %s {skip_locked_sql(connection)})",
+            f" AND lease_token = %s {self._sql.skip_locked})",
             [lease, pk, token.hex],
         )
 

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from django.db import connections, models
+from django.db import models
 
-from .fields import SqlManager, epoch_sql, given_sql, read_uuid
+from .fields import SqlManager, read_uuid
 
 #: A destination, and a key there.
 Chain = tuple[str, str]
@@ -41,14 +41,13 @@ class KeyTailManager(SqlManager):
         locked until the transaction ends, so that no other relay extends these chains
         meanwhile. The tails are always locked in the same order, so that relays do not
         deadlock."""
-        connection = connections[self.db]
         given = [
             {"destination": place, "key": key, "id": last.hex}
             for (place, key), last in ends.items()
         ]
-        source = given_sql(connection, "g", destination="text", key="text", id="uuid")
-        now = f"CAST({epoch_sql(connection)} * 1000000 AS bigint)"
-        greatest = "greatest" if connection.vendor == "postgresql" else "max"
+        sql = self._sql
+        source = sql.given("g", destination="text", key="text", id="uuid")
+        now = f"CAST({sql.epoch()} * 1000000 AS bigint)"
         rows = self._rows(
             f"INSERT INTO {self._table} AS t"  # noqa: S608 - constants only
             " (broker, destination, key, last_id, last_at)"
@@ -57,7 +56,7 @@ class KeyTailManager(SqlManager):
             " ON CONFLICT (broker, destination, key) DO UPDATE SET"
             " previous_id = t.last_id, previous_at = t.last_at,"
             " last_id = excluded.last_id,"
-            f" last_at = {greatest}(excluded.last_at, t.last_at + %s)"
+            f" last_at = {sql.greatest}(excluded.last_at, t.last_at + %s)"
             " RETURNING destination, key, previous_id, previous_at, last_at",
             [broker, json.dumps(given), longest],
         )

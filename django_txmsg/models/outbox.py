@@ -21,7 +21,7 @@ from django.db.models.lookups import IsNull
 from .. import conf
 from ..rules import LEASED, NOT_LEASED, inbox
 from ..rules import outbox as rules
-from .fields import SqlManager, ids_sql, later_sql, not_blank, not_null, now_sql
+from .fields import SqlManager, not_blank, not_null
 from .inbox import InboxMessage
 from .outbox_claim import ClaimingManager
 from .outbox_store import StoringManager
@@ -56,7 +56,7 @@ class PendingManager(SqlManager):
         """Cancel rows. The rows get no dead letters, because no operator needs to act.
         A row that already has its place in the order of its key is not cancelled: the
         next message of the key will wait for the row's message."""
-        now = now_sql(connections[self.db])
+        now = self._sql.now
         assign = (
             f"dead_at = {now}, cancelled_at = {now}, last_error = %s,"
             " lease_until = NULL, lease_token = NULL"
@@ -76,7 +76,7 @@ class PendingManager(SqlManager):
         if at is not None:
             value = connection.ops.adapt_datetimefield_value(at)
             return self._change([message_id], "due_at = %s", [value])
-        later = f"due_at = {later_sql(connection)}"
+        later = f"due_at = {self._sql.later()}"
         return self._change([message_id], later, [delay or 0.0])
 
     def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
@@ -97,9 +97,9 @@ class PendingManager(SqlManager):
         its key as long as the message waits in the inbox. But if the message is not
         parked there, and was received that long ago, the broker may have lost it.
         """
-        connection, table = connections[self.db], self._table
+        table = self._table
         inbox_table = InboxMessage._meta.db_table
-        having, values = ids_sql(connection, "unique_key", keys)
+        having, values = self._sql.ids("unique_key", keys)
         received = (
             f"EXISTS (SELECT 1 FROM {inbox_table} i WHERE o.unique_until_processed"  # noqa: S608 - constants only
             f" AND i.message_id = o.message_id AND {{}})"
@@ -112,7 +112,7 @@ class PendingManager(SqlManager):
             values = [*values, cause.hex]
         days, forgotten = conf.get().RETENTION.INBOX, ""
         if days is not None:
-            since = later_sql(connection)
+            since = self._sql.later()
             still_here = received.format(
                 f"{inbox.OPEN.sql('i')} AND ({inbox.PARKED.sql('i')}"
                 f" OR i.last_received_at >= {since})"
@@ -122,7 +122,7 @@ class PendingManager(SqlManager):
         self._changed(
             f"UPDATE {table} AS o SET unique_key = NULL WHERE {having}"  # noqa: S608 - constants only
             f" AND dead_at IS NULL AND ({ended}"
-            f" OR (expires_at <= {now_sql(connection)} AND NOT {still})"
+            f" OR (expires_at <= {self._sql.now} AND NOT {still})"
             f"{caused}{forgotten})",
             values,
         )
@@ -136,19 +136,19 @@ class PendingManager(SqlManager):
         row would expire sooner, it gets this later expiry.
         """
         connection, table = connections[self.db], self._table
-        now, later = now_sql(connection), later_sql(connection)
+        now, later = self._sql.now, self._sql.later()
         # Not those that a relay is sending: its mark would wait for us.
         pending = f"{{}} AND {rules.PENDING.sql()} AND {NOT_LEASED.sql(now=now)}"
         # While the row is locked so, claims skip it, and a transaction that wants to
         # change it waits; another one that locks it like this does not.
         lock = "FOR SHARE" if connection.vendor == "postgresql" else ""
-        having, keys = ids_sql(connection, "unique_key", wanted)
+        having, keys = self._sql.ids("unique_key", wanted)
         by_expiry: dict[float | None, list[str]] = {}
         for key, expiry in wanted.items():
             by_expiry.setdefault(expiry, []).append(key)
         with connection.cursor() as cursor:
             for expiry, some in by_expiry.items():
-                some_have, given = ids_sql(connection, "unique_key", some)
+                some_have, given = self._sql.ids("unique_key", some)
                 value, sooner, seconds = "NULL", "IS NOT NULL", list[Any]()
                 if expiry is not None:
                     value, sooner = later, f"< {later}"
@@ -180,10 +180,10 @@ class PendingManager(SqlManager):
     ) -> Changed:
         if not messages:
             return []
-        connection, table = connections[self.db], self._table
+        table = self._table
         pending = rules.PENDING_OTHERWISE.sql()
-        free = NOT_LEASED.sql(now=now_sql(connection))
-        wanted, ids = ids_sql(connection, "message_id", messages)
+        free = NOT_LEASED.sql(now=self._sql.now)
+        wanted, ids = self._sql.ids("message_id", messages)
         return self._rows(
             f"UPDATE {table} SET {assign} WHERE {wanted} AND {pending}"  # noqa: S608 - constants only
             f" AND {free} AND {also}"

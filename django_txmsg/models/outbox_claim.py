@@ -19,18 +19,7 @@ from .. import rules
 from ..rules.outbox import PENDING, PENDING_OTHERWISE
 from ..wire import format_instant
 from .claiming import UNLIMITED, bounds, claim_sql
-from .fields import (
-    SqlManager,
-    began_sql,
-    given_sql,
-    ids_sql,
-    instant_text_sql,
-    later_sql,
-    no_wait_sql,
-    now_sql,
-    read_instant,
-    text_sql,
-)
+from .fields import SqlManager, no_wait_sql, read_instant
 
 
 class Claimed(NamedTuple):
@@ -101,13 +90,14 @@ class ClaimingManager(SqlManager):
           that another transaction has locked cannot fill the batch.
         """
         connection, table = connections[self.db], self._table
-        now = began_sql(connection)
+        sql = self._sql
+        now = sql.began
         narrow, pending = "", PENDING.sql("c")
         ours, stored_by = _ours_sql(services)
         parameters: list[Any] = [broker, *stored_by]
         if ids is not None:
             pending = PENDING_OTHERWISE.sql("c")
-            condition, values = ids_sql(connection, "c.id", ids)
+            condition, values = sql.ids("c.id", ids)
             narrow += f" AND {condition}"
             parameters += values
         if session_id is not None:
@@ -125,10 +115,10 @@ class ClaimingManager(SqlManager):
             parameters.append(only)
             waits += " OR e.destination <> c.destination"
         if but:
-            condition, values = ids_sql(connection, "c.destination", but)
+            condition, values = sql.ids("c.destination", but)
             narrow += f" AND NOT ({condition})"
             parameters += values
-            condition, blocking = ids_sql(connection, "e.destination", but)
+            condition, blocking = sql.ids("e.destination", but)
             waits += f" OR {condition}"
         parameters += [*stored_by, *blocking]
         held, left = (
@@ -136,11 +126,9 @@ class ClaimingManager(SqlManager):
             "e.id NOT IN (SELECT id FROM picked)",
         )
         no_wait, waits_not = no_wait_sql(connection)
-        first_due = "min(due)"
-        if connection.vendor == "postgresql":
-            first_due += "::text"
-        sql = claim_sql(
-            connection,
+        first_due = sql.text("min(due)")
+        statement = claim_sql(
+            sql,
             table,
             before=no_wait,
             due="due_at",
@@ -151,15 +139,15 @@ class ClaimingManager(SqlManager):
             """,
             # Once claimed, it cannot be reused for its unique key: its receiver may
             # have begun already.
-            assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
+            assign=f"lease_until = {sql.later()}, lease_token = %s,"
             " unique_key = CASE WHEN unique_until_processed THEN unique_key END",
             also=f"{waits_not} AND {_leads_sql(table, 'o', ours, left)}",
             returning=f"""
-                id, {text_sql(connection, "message_id")}, destination, key,
-                correlation_id, {text_sql(connection, "headers")}, content_type, body,
+                id, {sql.text("message_id")}, destination, key,
+                correlation_id, {sql.text("headers")}, content_type, body,
                 expires_at, attempts, replay_id, linked_at,
                 COALESCE(expires_at <= {now}, FALSE),
-                {instant_text_sql(connection, "created_at")},
+                {sql.instant_text("created_at")},
                 (SELECT {first_due} FROM picked), service, last_error <> ''
             """,  # noqa: S608 - constants only
         )
@@ -169,7 +157,7 @@ class ClaimingManager(SqlManager):
             token.hex,
             *stored_by,
         ]
-        return sorted(map(_claimed, self._rows(sql, parameters)), key=_by_id)
+        return sorted(map(_claimed, self._rows(statement, parameters)), key=_by_id)
 
     def held_back(
         self,
@@ -184,10 +172,10 @@ class ClaimingManager(SqlManager):
         same ordering keys. Returns at most `limit` ids, in the order in which the rows
         are sent. `broker` and `services` select rows as in `claim()`."""
         connection, table = connections[self.db], self._table
-        condition, values = ids_sql(connection, "c.id", ids)
+        condition, values = self._sql.ids("c.id", ids)
         own, stored_by = _ours_sql(services)
         ours = f"{{0}}.broker = %s AND {own}"
-        now = now_sql(connection)
+        now = self._sql.now
         # Limited for each key: a million rows can follow a delayed one.
         earlier = f"""
             SELECT e.id FROM {table} e
@@ -220,14 +208,14 @@ class ClaimingManager(SqlManager):
         belonged to this lease."""
         connection, table = connections[self.db], self._table
         given = [{"id": pk, "after": after} for pk, after in links.items()]
-        source = given_sql(connection, "g", id="bigint", after="text")
+        source = self._sql.given("g", id="bigint", after="text")
         if connection.vendor == "postgresql":
             with_link = f"o.headers || jsonb_build_object('{name}', g.after)"
         else:
             with_link = f"json_set(o.headers, '$.\"{name}\"', g.after)"
         pending = PENDING_OTHERWISE.sql("o")
         return self._changed(
-            f"UPDATE {table} AS o SET linked_at = {now_sql(connection)},"  # noqa: S608 - constants only
+            f"UPDATE {table} AS o SET linked_at = {self._sql.now},"  # noqa: S608 - constants only
             f" headers = CASE WHEN g.after IS NULL THEN o.headers ELSE {with_link}"
             f" END FROM {source} WHERE o.id = g.id AND o.lease_token = %s"
             f" AND o.linked_at IS NULL AND {pending}",
@@ -252,14 +240,14 @@ class ClaimingManager(SqlManager):
         if error:
             free, values = f"{free}, last_error = %s", [error]
         if delay:
-            free += f", due_at = {later_sql(connections[self.db])}"
+            free += f", due_at = {self._sql.later()}"
             values.append(delay)
         return self._leased(ids, token, free, values)
 
     def extend(self, ids: list[int], token: uuid.UUID, lease: float) -> int:
         """Extend the lease of rows to `lease` seconds from now. Returns the number of
         rows that still belonged to this lease."""
-        later = later_sql(connections[self.db])
+        later = self._sql.later()
         return self._leased(ids, token, f"lease_until = {later}", [lease])
 
     def reschedule(self, pk: int, token: uuid.UUID, *, delay: float, error: str) -> int:
@@ -268,7 +256,7 @@ class ClaimingManager(SqlManager):
             [pk],
             token,
             "attempts = attempts + 1, lease_until = NULL, lease_token = NULL,"
-            f" last_error = %s, due_at = {later_sql(connections[self.db])}",
+            f" last_error = %s, due_at = {self._sql.later()}",
             [error, delay],
         )
 
@@ -297,8 +285,8 @@ class ClaimingManager(SqlManager):
     ) -> int:
         """Change rows that are still pending and belong to this lease."""
         connection, table = connections[self.db], self._table
-        condition, id_values = ids_sql(connection, "id", ids)
-        assignments = assignments.replace("{now}", now_sql(connection))
+        condition, id_values = self._sql.ids("id", ids)
+        assignments = assignments.replace("{now}", self._sql.now)
         # If a crash loses this, the message is sent again, with the same id.
         no_wait, waits_not = no_wait_sql(connection)
         pending = PENDING_OTHERWISE.sql()

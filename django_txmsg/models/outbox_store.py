@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from django.db import IntegrityError, connections, transaction
 
 from ..django_internals import djangos_errors
-from .fields import SqlManager, ids_sql, later_sql, now_sql, read_instant, read_uuid
+from .fields import Sql, SqlManager, read_instant, read_uuid
 
 #: The origin of a message id. If a "caller" id is stored already, that is an error. A
 #: "derived" id is stored already when its stage is run again by force.
@@ -147,7 +147,7 @@ class StoringManager(SqlManager):
         size = _MOST_PARAMETERS // _MOST
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
-            values, parameters = _values(connections[self.db], part, unique)
+            values, parameters = _values(self._sql, part, unique)
             answers = self._rows(
                 f"INSERT INTO {self._table} ({into}) VALUES {values} {conflict}"  # noqa: S608 - constants only
                 f" RETURNING {', '.join(returning)}",
@@ -164,10 +164,9 @@ class StoringManager(SqlManager):
     def there(self, ids: Collection[int]) -> list[tuple[int, uuid.UUID, str]]:
         """Return the rows that exist among these primary keys, sorted by primary key.
         Each result has the row's primary key, message id and destination."""
-        connection, table = connections[self.db], self._table
-        having, keys = ids_sql(connection, "id", ids)
+        having, keys = self._sql.ids("id", ids)
         rows = self._rows(
-            f"SELECT id, message_id, destination FROM {table}"  # noqa: S608 - constants only
+            f"SELECT id, message_id, destination FROM {self._table}"  # noqa: S608 - constants only
             f" WHERE {having} ORDER BY id",
             keys,
         )
@@ -223,9 +222,9 @@ _COPIED_TYPES = (
 
 
 def _values(
-    connection: Any, rows: Sequence[NewMessage], unique: bool
+    sql: Sql, rows: Sequence[NewMessage], unique: bool
 ) -> tuple[str, list[Any]]:
-    now, later = now_sql(connection), later_sql(connection)
+    now, later = sql.now, sql.later()
     values: list[str] = []
     parameters: list[Any] = []
     for row in rows:

@@ -13,7 +13,7 @@ from django.db.models.functions import Now
 
 from . import claiming
 from .claiming import UNLIMITED, Room, bounds, claim_sql
-from .fields import Later, SqlManager, began_sql, ids_sql, later_sql, now_sql
+from .fields import Later, SqlManager
 
 #: Messages of a removed subscription deleted in one transaction.
 REMOVED_TOGETHER = 1000
@@ -54,20 +54,20 @@ class QueueManager(SqlManager):
         Returns the id, headers as JSON, body and number of deliveries of each message.
         """
         room = room or _whole_room()
-        connection = connections[self.db]
-        sql = claim_sql(
-            connection,
+        sql = self._sql
+        statement = claim_sql(
+            sql,
             _TABLE,
             due="available_at",
-            where=f"c.queue = %s AND c.available_at <= {began_sql(connection)}"
+            where=f"c.queue = %s AND c.available_at <= {sql.began}"
             f" AND {which}{' AND length(c.body) <= %s' if room.skips else ''}",
-            assign=f"available_at = {later_sql(connection)},"
+            assign=f"available_at = {sql.later()},"
             " lease_token = %s, deliveries = deliveries + 1",
             returning="id, headers, body, deliveries, priority",
             rank=rank,
         )
         rows = self._rows(
-            sql,
+            statement,
             [
                 queue,
                 *([room.largest] if room.skips else []),
@@ -115,13 +115,13 @@ class QueueManager(SqlManager):
 
     def extend(self, ids: Sequence[int], token: uuid.UUID, lease: float) -> None:
         """Extend the lease of messages to `lease` seconds from now."""
-        later = later_sql(connections[self.db])
+        later = self._sql.later()
         sql = f"UPDATE {_TABLE} SET available_at = {later}"  # noqa: S608 - constants only
         self._change(sql, ids, token, lease)
 
     def release(self, ids: Sequence[int], token: uuid.UUID) -> None:
         """Release messages, which are then due immediately."""
-        now = now_sql(connections[self.db])
+        now = self._sql.now
         sql = f"UPDATE {_TABLE} SET available_at = {now}, lease_token = NULL"  # noqa: S608 - constants only
         self._change(sql, ids, token)
 
@@ -133,7 +133,7 @@ class QueueManager(SqlManager):
     def _change(
         self, statement: str, ids: Sequence[int], token: uuid.UUID, *values: Any
     ) -> int:
-        condition, id_values = ids_sql(connections[self.db], "id", ids)
+        condition, id_values = self._sql.ids("id", ids)
         return self._changed(
             f"{statement} WHERE {condition} AND lease_token = %s",
             [*values, *id_values, token.hex],
@@ -185,7 +185,7 @@ class SubscriptionManager(SqlManager):
         `remove()` also deletes the copies that this transaction inserts."""
         found: dict[str, list[str]] = {topic: [] for topic in topics}
         connection = connections[self.db]
-        condition, values = ids_sql(connection, "topic", list(found))
+        condition, values = self._sql.ids("topic", list(found))
         # On SQLite, the transaction excludes all other writers.
         lock = " FOR KEY SHARE" if connection.vendor == "postgresql" else ""
         for topic, subscriber in self._rows(

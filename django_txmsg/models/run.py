@@ -18,17 +18,7 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from .fields import (
-    Later,
-    SqlManager,
-    began_sql,
-    epoch_sql,
-    given_sql,
-    later_sql,
-    not_null,
-    read_instant,
-    read_uuid,
-)
+from .fields import Later, SqlManager, not_null, read_instant, read_uuid
 
 
 class WaitsFor(models.TextChoices):
@@ -114,9 +104,9 @@ class RunManager(SqlManager):
         given: list[Any] = []
         for name, value in columns.items():
             if isinstance(value, Now):
-                places.append(f"{name} = {began_sql(connection)}")
+                places.append(f"{name} = {self._sql.began}")
             elif isinstance(value, Later):
-                places.append(f"{name} = {later_sql(connection)}")
+                places.append(f"{name} = {self._sql.later()}")
                 given.append(value.seconds)
             else:
                 places.append(f"{name} = %s")
@@ -178,10 +168,9 @@ class RunManager(SqlManager):
         """Return each service and flow that has a deadline, with the seconds until its
         first one, in the order of these. Runs of other flows are not read: a removed
         flow may leave a million of them."""
-        connection = connections[self.db]
         pairs = [{"service": one, "flow": flow} for one in services for flow in flows]
-        source = given_sql(connection, "g", service="text", flow="text")
-        left = f"{epoch_sql(connection, 'due_at')} - {epoch_sql(connection)}"
+        source = self._sql.given("g", service="text", flow="text")
+        left = f"{self._sql.epoch('due_at')} - {self._sql.epoch()}"
         rows = self._rows(
             f"""
             SELECT service, flow, {left} FROM (

@@ -16,7 +16,7 @@ from .. import conf, rules
 from ..rules.inbox import OPEN
 from ..runtime import notifications
 from ..runtime.notifications import notify
-from .fields import SqlManager, began_sql, epoch_sql, no_wait_sql, skip_locked_sql
+from .fields import SqlManager, no_wait_sql
 from .inbox import InboxMessage
 
 # Whether an operator has paused a stage, or changed its rate for a while.
@@ -183,13 +183,12 @@ class RateLineManager(SqlManager):
         for the disk, so a crash may free the last slots.
         """
         connection = connections[self.db]
-        native = connection.vendor == "postgresql"
-        now, greatest = epoch_sql(connection), "greatest" if native else "max"
+        now = self._sql.epoch()
         number, taken = ("l.taken", count) if slot is None else (str(int(slot)), 0)
         no_wait, waits_not = no_wait_sql(connection)
         first = slot or 0
         origin = (
-            f"{greatest}(CASE WHEN l.period = excluded.period THEN l.origin"
+            f"{self._sql.greatest}(CASE WHEN l.period = excluded.period THEN l.origin"
             f" ELSE {_ORIGIN.format(now=now)} END,"
             f" {now} - %s - {number} * excluded.period)"
         )
@@ -223,7 +222,7 @@ class RateLineManager(SqlManager):
         the next free slot is due before the message expires: else each start of a
         consumer would try all of them. `between` is called after each MOVED
         messages."""
-        now = epoch_sql(connections[self.db])
+        now = self._sql.epoch()
         self._changed(
             f"UPDATE {self._table} AS l SET period = %s,"  # noqa: S608 - constants only
             f" origin = {_ORIGIN.format(now=now)}"
@@ -266,13 +265,12 @@ class RateLineManager(SqlManager):
         again. Only messages that are due now are changed, at most MOVED of them. A
         message can be due before its slot if the line's slots moved to later times
         after the message was parked."""
-        connection = connections[self.db]
-        table, now = InboxMessage._meta.db_table, began_sql(connection)
+        table, now = InboxMessage._meta.db_table, self._sql.began
         self._move(
             f"i.id IN (SELECT id FROM {table} WHERE stage = %s AND due_at <= {now}"  # noqa: S608 - constants only
             f" AND key = %s AND slot > {NO_SLOT} AND {OPEN.sql()}"
             f" AND {rules.NOT_LEASED.sql(now=now)}"
-            f" ORDER BY due_at, id LIMIT {MOVED} {skip_locked_sql(connection)})",
+            f" ORDER BY due_at, id LIMIT {MOVED} {self._sql.skip_locked})",
             [stage, key],
         )
 
@@ -287,10 +285,7 @@ class RateLineManager(SqlManager):
     def _due(self, late: float = 0.0, slot: str = "i.slot") -> str:
         """Return SQL for the instant `late` seconds after a slot in line `l`, by
         default the slot of row `i`."""
-        instant = f"l.origin + {slot} * l.period + {late}"
-        if connections[self.db].vendor == "postgresql":
-            return f"to_timestamp({instant})"
-        return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', {instant}, 'unixepoch')"
+        return self._sql.at(f"l.origin + {slot} * l.period + {late}")
 
 
 class RateLine(models.Model):

@@ -9,11 +9,10 @@ from __future__ import annotations
 import datetime as dt
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from django.db import connections
 
-from ..models.fields import now_sql, query, read_instant
+from ..models.fields import query, read_instant, sql_of
 from ..rules import dead_letters
 
 
@@ -51,7 +50,6 @@ def place(stage: str, destination: str, reason: str) -> str:
 def by_error(using: str) -> list[Dead]:
     """Return all open dead letters, grouped by place, error and reason. The query reads
     only an index, so a million dead letters take about a second on PostgreSQL."""
-    connection: Any = connections[using]
     found = query(
         using,
         "SELECT found.*, note.id IS NOT NULL, note.muted_above FROM ("  # noqa: S608 - constants only
@@ -62,7 +60,7 @@ def by_error(using: str) -> list[Dead]:
         " GROUP BY stage, destination, fingerprint, reason) AS found"
         " LEFT JOIN django_txmsg_failurenote note"
         " ON note.fingerprint = found.fingerprint"
-        f" AND {dead_letters.MUTED.sql('note', now=now_sql(connection))}"
+        f" AND {dead_letters.MUTED.sql('note', now=sql_of(connections[using]).now)}"
         " ORDER BY number DESC, stage, destination, found.fingerprint, reason",
     )
     totals: Counter[str] = Counter()

@@ -13,12 +13,11 @@ from django.db import connections
 from .. import conf, wire
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from ..models.dead_letter import Resolution
-from ..models.fields import later_sql, query, read_instant
-from ..models.inbox_order import size_sql
+from ..models.fields import query, read_instant, sql_of
 from ..rules import inbox
 from ..stages import all_stages
 from .lengths import amount
-from .waiting import CAP, array_sql, capped, instant_sql, places_sql, read_array
+from .waiting import CAP, capped, places_sql, read_array
 
 #: Most keys that are listed.
 NAMED = 20
@@ -59,21 +58,19 @@ def lines(using: str, paused: Collection[str] = ()) -> dict[str, Line]:
     """Return the blocked messages of each stage. At most CAP messages of a stage are
     counted. At a `paused` stage no key counts as held, because its messages wait for
     the operator who paused the stage."""
-    connection: Any = connections[using]
-    table = InboxMessage._meta.db_table
-    counts = array_sql(
-        connection,
+    sql, table = sql_of(connections[using]), InboxMessage._meta.db_table
+    counts = sql.array(
         "SUM(count)",
         "SUM(size)",
-        instant_sql(connection, "MIN(since)"),
-        f"COUNT(*) FILTER (WHERE since <= {later_sql(connection)})",
+        sql.json_instant("MIN(since)"),
+        f"COUNT(*) FILTER (WHERE since <= {sql.later()})",
     )
     rows = query(
         using,
         f"{places_sql(table, ('stage',), _BLOCKED)} SELECT o.stage,"  # noqa: S608 - constants only
         f" (SELECT {counts} FROM"
         " (SELECT COUNT(*) AS count, SUM(size) AS size, MIN(waits_since) AS since"
-        f" FROM (SELECT key, waits_since, {size_sql(connection)} AS size"
+        f" FROM (SELECT key, waits_since, {sql.size} AS size"
         f" FROM {table} r WHERE r.stage = o.stage AND {_BLOCKED.sql('r')}"
         " LIMIT %s) AS bounded GROUP BY key) AS keys)"
         f" FROM places JOIN {table} o ON o.id = places.id ORDER BY o.stage",
@@ -107,7 +104,7 @@ def held(
             "SELECT stage, key, COUNT(*), MIN(waits_since) FROM (SELECT stage, key,"  # noqa: S608 - constants only
             " waits_since FROM django_txmsg_inboxmessage WHERE stage = %s AND"
             f" {_BLOCKED.sql()} LIMIT %s) AS bounded GROUP BY stage, key"
-            f" HAVING MIN(waits_since) <= {later_sql(connections[using])}"
+            f" HAVING MIN(waits_since) <= {sql_of(connections[using]).later()}"
             " ORDER BY MIN(waits_since), key LIMIT %s",
             [stage, CAP + 1, -patience, NAMED],
         )

@@ -18,8 +18,7 @@ from django.db import connections
 
 from .. import rules
 from ..models import InboxMessage
-from ..models.fields import later_sql, now_sql, query, read_instant
-from ..models.inbox_order import never_sql
+from ..models.fields import query, read_instant, sql_of
 from ..rules import Rule, inbox, outbox
 
 #: Most rows that are counted for one place; more are "50,000+".
@@ -133,7 +132,7 @@ def in_inbox(
         "django_txmsg_inboxmessage",
         ("stage",),
         # A message whose predecessor waits, too, is due never: do not read it.
-        inbox.RETRYING & Rule("{due_at} < " + never_sql(connections[using])),
+        inbox.RETRYING & Rule("{due_at} < " + sql_of(connections[using]).never),
         within=inbox.PARKED,
         due="due_at",
         since=f"CASE WHEN r.id IN ({ids}) THEN NULL ELSE {since} END",
@@ -189,10 +188,10 @@ def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
 def for_newer_code(using: str, *, most: int = CAP) -> dict[str, NeedsNewerCode]:
     """Return the messages that wait for newer code, by stage. At most `most` + 1
     messages of each stage are read, the longest waiting first."""
-    connection, table = connections[using], "django_txmsg_inboxmessage"
+    sql, table = sql_of(connections[using]), "django_txmsg_inboxmessage"
     rule = inbox.NEEDS_NEWER_CODE
-    since = instant_sql(connection, "MIN(since)")
-    found = array_sql(connection, "COUNT(*)", since, "MIN(type)", "MAX(version)")
+    since = sql.json_instant("MIN(since)")
+    found = sql.array("COUNT(*)", since, "MIN(type)", "MAX(version)")
     rows = query(
         using,
         f"{places_sql(table, ('stage',), rule)} SELECT o.stage, (SELECT {found} FROM ("  # noqa: S608 - constants only
@@ -230,24 +229,9 @@ def places_sql(
     )
 
 
-def array_sql(connection: Any, *values: str) -> str:
-    """Return SQL that combines values into a JSON array. A subquery can return only one
-    value, and such an array lets it return several values as one."""
-    build = "json_build_array" if connection.vendor == "postgresql" else "json_array"
-    return f"{build}({', '.join(values)})"
-
-
 def read_array(value: Any) -> Any:
-    """Return the values of `array_sql()`, which SQLite returns as text."""
+    """Return the values of `Sql.array()`, which SQLite returns as text."""
     return json.loads(value) if isinstance(value, str) else value
-
-
-def instant_sql(connection: Any, value: str) -> str:
-    """Return SQL that formats an instant for JSON, so that `read_instant()` can read
-    it."""
-    if connection.vendor == "postgresql":
-        return f"EXTRACT(EPOCH FROM {value})::float8"
-    return value
 
 
 def _by_place(
@@ -273,22 +257,21 @@ def _by_place(
     is due from `since` on, by default from `due` on, which is the column of an index.
     `also` is a further condition. `within` is a weaker rule, which finds a place by its
     first row in an index."""
-    connection: Any = connections[using]
-    now, ago = now_sql(connection), later_sql(connection)
+    sql = sql_of(connections[using])
+    now, ago = sql.now, sql.later()
     limit = (CAP if most is None else most) + 1
-    counts = array_sql(
-        connection,
+    counts = sql.array(
         "COUNT(*)",
         f"COUNT(*) FILTER (WHERE due <= {now})",
         f"COUNT(*) FILTER (WHERE due <= {ago})",
         "COUNT(*) FILTER (WHERE leased)",
         "COUNT(*) FILTER (WHERE retried)",
         "COUNT(*) FILTER (WHERE for_rate)",
-        instant_sql(connection, f"MIN(due) FILTER (WHERE due <= {now})"),
+        sql.json_instant(f"MIN(due) FILTER (WHERE due <= {now})"),
     )
     same = " AND ".join(f"r.{name} = o.{name}" for name in columns)
     place = ", ".join(f"o.{name}" for name in columns)
-    sql = f"""
+    statement = f"""
         {places_sql(table, columns, within or rule)}
         SELECT {place}, (SELECT {counts} FROM (
             SELECT {since or due} AS due, {leased.format(now=now)} AS leased,
@@ -298,7 +281,7 @@ def _by_place(
         FROM places JOIN {table} o ON o.id = places.id ORDER BY {place}
     """  # noqa: S608 - constants only
     found = []
-    for *named, counted in query(using, sql, [-OVERDUE.total_seconds()]):
+    for *named, counted in query(using, statement, [-OVERDUE.total_seconds()]):
         count, due_now, overdue, in_flight, again, slots, oldest = read_array(counted)
         if not count and within is not None:
             continue

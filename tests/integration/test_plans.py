@@ -27,8 +27,7 @@ from django_txmsg.models import (
     Run,
     claiming,
 )
-from django_txmsg.models.fields import clock
-from django_txmsg.models.inbox_order import NEVER
+from django_txmsg.models.fields import NEVER, clock
 from django_txmsg.models.run import WaitsFor
 from django_txmsg.monitoring import periods, retention, waiting
 from django_txmsg.relaying.listener import seconds_until_due
