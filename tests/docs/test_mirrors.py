@@ -106,3 +106,12 @@ def test_every_job_of_the_pipeline_is_described_with_its_options() -> None:
         if option != "--help" and option not in rows[job] + common
     ]
     assert absent == []
+    choices = [
+        (job, f"{action.option_strings[0]} {'|'.join(action.choices)}")
+        for job, options in jobs.choices.items()
+        for action in options._actions
+        if action.choices and action.dest != "table"  # another table lists these
+    ]
+    assert [
+        one for one in choices if one[1] not in rows[one[0]].replace("\\", "")
+    ] == []
