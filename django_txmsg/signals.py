@@ -49,7 +49,8 @@ message_dispatched = _Signal()
 message_processed = _Signal()
 """A stage's transaction was committed. Arguments: id, destination, stage, attempt,
 duration (seconds in the stage), critical_time (seconds since it was stored, by two
-clocks, or None), employed (whether the stage used the database)."""
+clocks, or None), employed (whether the stage used the database), db ("used" or
+"unused")."""
 
 message_duplicate = _Signal()
 """A copy of a message that the stage has already processed, parked or buried was
