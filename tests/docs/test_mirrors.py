@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import prometheus_client
+import pytest
 from django.apps import apps
 from django.contrib import admin
 
 import django_txmsg
 from django_txmsg import metrics
 from django_txmsg.spark.cli import add_jobs
+from django_txmsg.spark.models import PipelineAlert
 from tests.docs.pages import ROOT
+from tests.factories import DeadLetterFactory, OutboxMessageFactory, WorkerFactory
 
 DOCS = ROOT / "docs"
 PACKAGE = Path(django_txmsg.__file__).parent
@@ -71,18 +74,45 @@ def test_every_permission_is_explained() -> None:
     assert listed <= own | djangos
 
 
-def test_every_metric_is_named() -> None:
-    page = "".join(
-        (DOCS / "how-to" / name).read_text()
-        for name in ("operate.md", "alerts.md", "grafana-dashboard.json")
-    )
+METRICS = DOCS / "reference" / "metrics.md"
+_NAME = re.compile(r"`(\w+)`")
+
+
+def labels(cell: str) -> tuple[str, ...]:
+    """Return the labels in a cell, without the values in parentheses."""
+    return tuple(_NAME.findall(re.sub(r"\(.*?\)", "", cell)))
+
+
+def test_every_event_that_a_process_counts_is_described() -> None:
     registry = prometheus_client.CollectorRegistry()
     metrics.install(registry)
-    counted = [family.name for family in registry.collect()]
+    kinds = {family.name: family.type for family in registry.collect()}
     metrics.uninstall()
+    rows = list(table(METRICS, "From each process"))[1:]
+    described = {
+        (_NAME.findall(name)[0], kind.strip(), labels(cell))
+        for name, kind, cell, _ in rows
+    }
+    events = {(f"txmsg_{one.name}", one.labels) for one in metrics._EVENTS}
 
-    assert len(counted) > 5
-    assert [name for name in counted if name not in page] == []
+    assert len(events) > 5
+    assert described == {(name, kinds[name], given) for name, given in events}
+
+
+@pytest.mark.django_db
+def test_every_gauge_is_described_with_its_labels() -> None:
+    PipelineAlert.objects.create(service="shop", name="lag")
+    OutboxMessageFactory()
+    WorkerFactory()
+    DeadLetterFactory()
+    rows = list(table(METRICS, "From the database"))[1:]
+    described = {_NAME.findall(name)[0]: labels(cell) for name, cell, _ in rows}
+
+    assert set(described) == {f"txmsg_{name}" for name in metrics.TEXTS}
+    families = list(metrics.Collector().collect())
+    given = {one.name: tuple(one.samples[0].labels) for one in families}
+    assert len(given) > 15
+    assert {name: described[name] for name in given} == given
 
 
 def test_every_job_of_the_pipeline_is_described_with_its_options() -> None:
