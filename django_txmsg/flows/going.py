@@ -405,16 +405,22 @@ class Going:
 
 def late(declared: Declaration, message: Message, run_id: uuid.UUID | None) -> None:
     """Log a message that arrived after its run had continued, and send the signal
-    `flow_late`. The message has no other effect."""
+    `flow_late` after the commit: a receiver that fails must not make the message a dead
+    letter. The message has no other effect."""
     log.info(
         "flow %s: message %s arrived after run %s had continued, and is dropped",
         declared.name,
         message.id,
         run_id,
     )
-    signals.flow_late.send_robust(
-        sender=None, id=message.id, flow=declared.name, run_id=run_id
+    dropped = partial(
+        signals.flow_late.send_robust,
+        sender=None,
+        id=message.id,
+        flow=declared.name,
+        run_id=run_id,
     )
+    transaction.on_commit(dropped, using=declared.using)
 
 
 def _then(run: Run) -> str:

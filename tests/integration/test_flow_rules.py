@@ -554,6 +554,32 @@ def test_a_signal_during_the_undo_is_late(
     assert undone == [], "its request was revoked"
 
 
+def test_a_receiver_that_fails_does_not_make_a_late_message_a_dead_letter(
+    undone: list[int],
+) -> None:
+    """The receiver's query breaks the transaction in which it runs."""
+    run = begun()
+    told: list[uuid.UUID] = []
+
+    def receiver(run_id: uuid.UUID, **_: Any) -> None:
+        told.append(run_id)
+        Run.objects.create(run_id=run_id, flow=run.flow)
+
+    with transaction.atomic():
+        cancel(run)
+    ship()
+    take(stages.find(["rules.flow.steps"])[0])
+    with transaction.atomic():
+        Obedient.signal("1", Remark("too late"))
+    flow_late.connect(receiver)
+    try:
+        drain("rules.flow.steps")
+    finally:
+        flow_late.disconnect(receiver)
+    assert told == [run.run_id]
+    assert not DeadLetter.objects.exists()
+
+
 @pytest.mark.usefixtures("undone")
 def test_asking_or_waiting_needs_a_deadline() -> None:
     flow = Obedient()
