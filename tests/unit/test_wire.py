@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 import time
 import uuid
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -117,6 +119,14 @@ def test_an_instant_of_any_offset_is_read_in_utc(offset: str, before: str) -> No
 def test_an_instant_needs_a_date_a_time_and_a_zone(bad: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - Python's own words
         wire.parse_instant(bad)
+
+
+@pytest.mark.parametrize("page", ["reference/wire.md", "how-to/java.md"])
+def test_the_headers_with_underscores_are_those_that_the_pages_name(page: str) -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    assert (
+        set(re.findall(r"`(txmsg_\w+)`", (docs / page).read_text())) == wire.TWIN_NAMES
+    )
 
 
 def test_new_ids_are_uuid7_and_grow_with_time() -> None:
