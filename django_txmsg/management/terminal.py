@@ -54,13 +54,17 @@ def values(of: object, *names: str) -> dict[str, Any]:
     text. Without an object, each of them is None."""
     if of is None:
         return dict.fromkeys(names)
-    return {name: _plain(getattr(of, name)) for name in names}
+    found = {name: getattr(of, name) for name in names}
+    return {
+        name: plain(value) if isinstance(value, dt.datetime | uuid.UUID) else value
+        for name, value in found.items()
+    }
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dt.datetime):
-        return value.isoformat()
-    return str(value) if isinstance(value, uuid.UUID) else value
+def plain(value: object) -> str:
+    """Return the text for a value that JSON does not have: the `default` of
+    `json.dumps()`."""
+    return value.isoformat() if isinstance(value, dt.datetime) else str(value)
 
 
 def print_list(
@@ -76,7 +80,7 @@ def print_list(
     rows instead, under the list's name if it has one."""
     if as_json:
         found = list(rows)
-        out.write(json.dumps({name: found} if name else found, indent=2, default=str))
+        out.write(json.dumps({name: found} if name else found, indent=2, default=plain))
         return
     for line in list(lines) or [none]:
         out.write(printable(line))

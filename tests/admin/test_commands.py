@@ -92,6 +92,19 @@ def test_the_documents_of_json_are_as_documented() -> None:
             assert told == document.keys(), name
 
 
+def test_instants_of_json_are_in_iso_format() -> None:
+    letter = factories.DeadLetterFactory()
+    (listed,) = as_json("dead_letters", "list")
+    (group,) = as_json("dead_letters", "groups")
+    shown = as_json("dead_letters", "show", str(letter.pk))
+    factories.BulkOperationFactory(created_at=letter.created_at)
+    (operation,) = as_json("txmsg", "bulk", "list")["operations"]
+
+    created = letter.created_at.isoformat()
+    assert [listed["created_at"], group["last"], shown["created_at"]] == [created] * 3
+    assert operation["created_at"] == created
+
+
 def test_instants_are_in_the_projects_zone_with_its_name() -> None:
     factories.DeadLetterFactory()
     with override_settings(TIME_ZONE="Asia/Tokyo"):

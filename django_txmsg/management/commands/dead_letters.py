@@ -36,11 +36,13 @@ from ..terminal import (
     chosen_database,
     not_blank,
     operator,
+    plain,
     printable,
     printable_lines,
     read_age,
     record,
     require_home,
+    values,
     whole_number,
 )
 
@@ -178,11 +180,11 @@ def _facts(letter: DeadLetter) -> dict[str, Any]:
         "message_created_at", "created_at", "resolution", "resolved_at",
         "resolved_by", "replaced_by",
     )  # fmt: skip
-    return {name: getattr(letter, name) for name in names}
+    return values(letter, *names)
 
 
 def _json(value: Any, **options: Any) -> str:
-    return json.dumps(value, default=str, **options)
+    return json.dumps(value, default=plain, **options)
 
 
 def _first(error: str) -> str:
