@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from django.db import Error as AnyDatabaseError
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
 from .. import conf, signals, wire
 from ..brokers.base import Outgoing
-from ..django_internals import isolation_of
+from ..django_internals import isolation_of, raw
 from ..envelope.message import Message
 from ..errors import (
     BrokerError,
@@ -148,10 +148,29 @@ class Outside(Outbox):
         _, employed = protocol.once(
             self.stage.definition,
             take=partial(inbox.take, pk, arrival.token, arrival.turn),
-            run=lambda: store(stored, self.using) if stored else None,
+            run=lambda: self._store(stored) if stored else None,
             finish=lambda *_: ordering.wake([arrival]),
         )
         return employed
+
+    def _store(self, messages: list[NewMessage]) -> None:
+        """Store the handler's messages.
+
+        Raises Undecided if the database refuses that for now: the handler need not run
+        again. A trigger or a constraint may refuse these messages for ever, so its
+        error is a failed attempt. So is a connection that ended."""
+        on = raw(connections[self.using])
+        try:
+            store(messages, self.using)
+        except AnyDatabaseError as error:
+            denied = database_health.sqlstate(error) == "42501"
+            passes = isinstance(error, OperationalError) and (
+                database_health.may_pass(error)
+                and not database_health.lost_conflict(error)
+            )
+            if getattr(on, "closed", False) or not (denied or passes):
+                raise
+            raise protocol.Undecided(error) from error
 
     def is_outage(self, error: BaseException, raw: Any) -> bool:
         """Return True if the broker or the stage's own database is unavailable. `run()`

@@ -294,7 +294,34 @@ def test_a_call_is_not_repeated_while_its_end_is_refused() -> None:
     assert not Attempt.objects.exists()
 
 
-def test_a_call_is_repeated_if_its_messages_cannot_be_stored() -> None:
+@contextmanager
+def lock_outlasting_time_out(table: str) -> Iterator[None]:
+    with limits("lock_timeout"), locked(table):
+        yield
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("refusal", [privilege, policy, lock_outlasting_time_out])
+def test_a_call_is_not_repeated_while_its_messages_are_refused(refusal: Any) -> None:
+    """A handler has called another service, and the database does not store the
+    handler's messages now. Only the transaction after the handler is tried again."""
+    calls: list[int] = []
+    handler = call_and_answer(calls)
+    with (
+        no_superuser(),
+        declared(handler, transaction="none", redelivery=REDELIVERED) as stage,
+        running(stage) as threads,
+    ):
+        with refusal(OUTBOX):
+            put(stage.destination)
+            wait_until(refused_often(threads))
+        wait_until(InboxMessage.objects.filter(processed_at__isnull=False).exists)
+    assert calls == [1]
+    assert OutboxMessage.objects.filter(destination="tests.next").count() == 1
+    assert not Attempt.objects.exists()
+
+
+def test_a_call_is_repeated_if_a_trigger_refuses_its_messages() -> None:
     """This is a failed attempt, and the next attempt runs the handler again."""
     calls: list[int] = []
     handler = call_and_answer(calls)
