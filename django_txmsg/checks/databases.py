@@ -19,6 +19,7 @@ from ..django_internals import in_block, settings_of
 from ..envelope.typed_body import TypeHeader
 from ..flows.deadlines import Deadlines
 from ..flows.declaration import Declaration, Step, declarations
+from ..http_outbox.installed import count_middleware
 from ..models import DeadLetter, OutboxMessage, Run, Worker
 from ..models.run import WaitsFor
 from ..monitoring import databases
@@ -26,7 +27,6 @@ from ..monitoring.alarms import listed
 from ..relaying.listener import alias_of, receives_notifications
 from ..scheduling.time_loop import TimeLoop
 from ..scheduling.timekeeper import Timekeeper
-from .settings import has_middleware
 
 #: The size of a psycopg pool without options, or without a maximum.
 DEFAULT_SIZE = 4
@@ -74,7 +74,7 @@ def _parts() -> Iterator[tuple[str, str, bool]]:
     """Yield the database of each flow, of each other stage and, if the middleware is
     installed, of requests. Each has a text that names the part, and whether the project
     is known to have chosen this database."""
-    if has_middleware():
+    if count_middleware():
         http = getattr(django_settings, "TXMSG", {}).get("HTTP", {})
         yield conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]', "USING" in http
     of_flows = set()

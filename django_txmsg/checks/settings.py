@@ -21,6 +21,7 @@ from ..django_internals import settings_of
 from ..envelope.broker_url import split_url
 from ..envelope.codec import Codec
 from ..errors import ConfigurationError
+from ..http_outbox.installed import MIDDLEWARE, count_middleware
 from ..lazy_imports import install
 from ..monitoring.databases import once_tasks
 from ..stages import all_stages
@@ -40,7 +41,6 @@ PORTS = {
 #: Errors after which no further check is possible.
 UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
 
-MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
 #: Well-known credentials.
 GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manager"})
 
@@ -204,26 +204,13 @@ def _middleware() -> Iterator[CheckMessage]:
     """Warn of settings that have no effect because the middleware is not installed."""
     http = conf.get().HTTP
     needs = [name for name in ("IDEMPOTENCY", "ROLLBACK_ON_4XX") if getattr(http, name)]
-    if needs and not has_middleware():
+    if needs and not count_middleware():
         yield Warning(
             f'TXMSG["HTTP"] has {" and ".join(needs)}, which does nothing: the '
             f"middleware is not in MIDDLEWARE.",
             hint=f"Add {MIDDLEWARE!r} to MIDDLEWARE, as the last one.",
             id="txmsg.W011",
         )
-
-
-def has_middleware() -> bool:
-    """Return whether OutboxMiddleware, or a subclass of it, is in MIDDLEWARE."""
-    return any(map(_is_ours, django_settings.MIDDLEWARE))
-
-
-def _is_ours(path: str) -> bool:
-    try:
-        bases = getattr(import_string(path), "__mro__", ())
-    except ImportError:
-        return False  # Django says so at the first request
-    return MIDDLEWARE in {f"{one.__module__}.{one.__qualname__}" for one in bases}
 
 
 def check_deployment() -> list[CheckMessage]:
@@ -306,10 +293,10 @@ def _for_tests() -> Iterator[CheckMessage]:
 
 
 def _twice() -> Iterator[CheckMessage]:
-    if list(django_settings.MIDDLEWARE).count(MIDDLEWARE) > 1:
+    if count_middleware() > 1:
         yield Warning(
-            f"{MIDDLEWARE!r} is in MIDDLEWARE more than once: each request would open "
-            f"a session inside another one.",
+            f"{MIDDLEWARE!r}, or a subclass, is in MIDDLEWARE more than once: each "
+            f"request would open a session inside another one.",
             hint="Keep the last one.",
             id="txmsg.W108",
         )
@@ -317,7 +304,7 @@ def _twice() -> Iterator[CheckMessage]:
 
 def _no_receiver() -> Iterator[CheckMessage]:
     sends = conf.get().HTTP.CONTROL_MESSAGE != "off"
-    if sends and MIDDLEWARE in django_settings.MIDDLEWARE and not all_stages():
+    if sends and count_middleware() and not all_stages():
         yield Warning(
             "Requests send control messages to this service, which has no stage and so "
             "perhaps no `manage.py consume` to receive them: they would pile up on the "

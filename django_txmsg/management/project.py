@@ -20,14 +20,13 @@ from django.utils.module_loading import module_has_submodule
 from .. import contracts
 from ..dead_letters.burial import bury_unread
 from ..django_internals import settings_of
+from ..http_outbox.installed import MIDDLEWARE, count_middleware
 from ..models import InboxMessage, OutboxMessage
 from ..models.fields import Holds
 from ..models.monitoring import Deed
 from ..monitoring import pausing
 from ..rules.inbox import NEEDS_NEWER_CODE
 from .terminal import chosen_database, not_blank, record, require_home
-
-MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
 
 _STAGE = """
 from django_txmsg import Message, stage
@@ -83,7 +82,7 @@ def _steps() -> Iterator[tuple[str, str, str]]:
             f'# TXMSG = {{"SERVICE": "{project}", "BROKERS": '
             f'{{"default": {{"URL": "amqp://user:password@localhost"}}}}}}',
         )
-    if MIDDLEWARE not in settings.MIDDLEWARE:
+    if not count_middleware():
         yield (
             f"Add the middleware as the last one, in {where}",
             "It opens a transaction for each request and makes sure that its messages "

@@ -310,7 +310,7 @@ def test_init_prints_lines_for_projects_without_urls() -> None:
 
 def test_init_prints_only_missing_settings() -> None:
     with override_settings(
-        MIDDLEWARE=["django_txmsg.middleware.OutboxMiddleware"],
+        MIDDLEWARE=["tests.unit.test_checks.OwnMiddleware"],
         LOGGING={"version": 1, "incremental": True, "loggers": {"django_txmsg": {}}},
     ):
         said = printed("init")

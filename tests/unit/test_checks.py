@@ -33,6 +33,13 @@ ACTIVEMQ = "stomp://user:long-secret@127.0.0.1:61613?dialect=activemq"
 RABBITMQ = "stomp://user:long-secret@127.0.0.1:61613?dialect=rabbitmq"
 
 
+class OwnMiddleware(OutboxMiddleware):
+    pass
+
+
+OWN_MIDDLEWARE = f"{__name__}.{OwnMiddleware.__name__}"
+
+
 def txmsg(**settings: Any) -> override_settings:
     return override_settings(TXMSG={"SERVICE": "tests", **settings})
 
@@ -594,7 +601,7 @@ def test_sqlite_without_a_lock_at_the_begin_is_a_warning_of_a_deployment(
 def test_control_messages_without_a_receiver_are_a_warning_of_a_deployment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    middleware = ["django_txmsg.middleware.OutboxMiddleware"]
+    middleware = [OWN_MIDDLEWARE]
     with txmsg(), override_settings(MIDDLEWARE=middleware):
         monkeypatch.setattr("django_txmsg.stages._stages", {"mails": object()})
         with_stages = check_deployment()
@@ -626,7 +633,7 @@ def test_settings_of_tests_are_a_warning_of_a_deployment(
 
 
 def test_the_middleware_twice_is_a_warning_of_a_deployment() -> None:
-    middleware = ["django_txmsg.middleware.OutboxMiddleware"] * 2
+    middleware = ["django_txmsg.middleware.OutboxMiddleware", OWN_MIDDLEWARE]
     with (
         txmsg(HTTP={"CONTROL_MESSAGE": "off"}),
         override_settings(MIDDLEWARE=middleware),
@@ -672,10 +679,6 @@ def test_settings_under_another_name_are_a_warning(name: str) -> None:
         assert only(check()).id == "txmsg.W010"
 
 
-class OwnMiddleware(OutboxMiddleware):
-    pass
-
-
 @pytest.mark.parametrize("name", ["IDEMPOTENCY", "ROLLBACK_ON_4XX"])
 def test_what_the_middleware_does_is_not_asked_for_without_it(name: str) -> None:
     with txmsg(HTTP={name: True}), override_settings(MIDDLEWARE=["gone.Away"]):
@@ -683,8 +686,7 @@ def test_what_the_middleware_does_is_not_asked_for_without_it(name: str) -> None
 
     assert found.id == "txmsg.W011"
     assert name in found.msg
-    own = f"{__name__}.{OwnMiddleware.__name__}"
-    for middleware in ("django_txmsg.middleware.OutboxMiddleware", own):
+    for middleware in ("django_txmsg.middleware.OutboxMiddleware", OWN_MIDDLEWARE):
         with txmsg(HTTP={name: True}), override_settings(MIDDLEWARE=[middleware]):
             assert check() == []
 
