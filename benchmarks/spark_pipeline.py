@@ -149,19 +149,16 @@ def measure_replay(bench: Bench, count: int) -> None:
         def batches() -> Any:
             left = rows
             for path in sorted(Path(lake.uri, "outbox").rglob("*.parquet")):
-                asked = [n for n in names if n not in ("position", "dead_letter")]
+                asked = [n for n in names if n not in ("position", "sequence")]
                 file = pq.ParquetFile(path)
-                for batch in file.iter_batches(32_768, columns=[*asked, "created_at"]):
+                columns = [*asked, "created_at", "id"]
+                for batch in file.iter_batches(32_768, columns=columns):
                     batch = batch.slice(0, left)
                     left -= batch.num_rows
-                    arrays = [batch[n] for n in asked]
-                    arrays += [
-                        batch["created_at"],
-                        pa.nulls(batch.num_rows, pa.int64()),
-                    ]
                     if batch.num_rows:
                         yield pa.RecordBatch.from_arrays(
-                            arrays, names=[*asked, "position", "dead_letter"]
+                            [batch[n] for n in columns],
+                            names=[*asked, "position", "sequence"],
                         )
 
         staged = staging.stage("one", batches())

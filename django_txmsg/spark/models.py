@@ -200,6 +200,9 @@ class StagedMessage(models.Model):
     position = models.DateTimeField(
         null=True, help_text="The order in which held messages leave."
     )
+    sequence = models.BigIntegerField(
+        null=True, help_text="The order of messages with the same position."
+    )
 
     class Meta:
         db_table = "django_txmsg_stagedmessage"

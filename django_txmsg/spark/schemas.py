@@ -323,5 +323,6 @@ STAGED = struct_of(
     "message_id string not null, broker string not null, "
     "destination string not null, key string not null, "
     "correlation_id string not null, headers string not null, "
-    "content_type string not null, body binary not null, position timestamp"
+    "content_type string not null, body binary not null, position timestamp, "
+    "sequence long"
 )

@@ -65,6 +65,10 @@ _STAGED = "django_txmsg_stagedmessage"
 _OUTBOX = "django_txmsg_outboxmessage"
 _NAMES = STAGED.fieldNames()
 _QUOTED = ", ".join(f'"{name}"' for name in _NAMES)
+#: What orders the messages of a run. Concurrent tasks draw the ids in any order, so an
+#: id counts only between messages that the run gives no order.
+_PLACE = ("position", "sequence")
+_ORDER = ", ".join([*_PLACE, "id"])
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ class Staging:
     ) -> int:
         postgres = self.spec.vendor == "postgresql"
         now = due = connection.now
-        place = "(row_number() OVER (ORDER BY position, id) - 1)"
+        place = f"(row_number() OVER (ORDER BY {_ORDER}) - 1)"
         if rate and postgres:
             due = f"now() + {place} * interval '1 second' / {float(rate)}"
         elif rate:
@@ -199,11 +203,11 @@ class Staging:
                 "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now',"
                 f" '+' || ({place} / {float(rate)}) || ' seconds')"
             )
-        fields = ", ".join(f'"{name}"' for name in _NAMES if name != "position")
+        fields = ", ".join(f'"{name}"' for name in _NAMES if name not in _PLACE)
         return connection.execute(
             f"INSERT INTO {_OUTBOX} ({fields}, replay_id, created_at, due_at, attempts,"
             f" last_error, service) SELECT {fields}, run, {now}, {due}, 0, '', %s"
-            f" FROM {_STAGED} WHERE {theirs} ORDER BY position, id"
+            f" FROM {_STAGED} WHERE {theirs} ORDER BY {_ORDER}"
             " ON CONFLICT (message_id, replay_id) DO NOTHING",
             self.spec.service, self.run, names,
         )  # fmt: skip

@@ -110,7 +110,11 @@ def test_wrong_columns_are_reported(spark, log: Log) -> None:
 
 
 def staged(staging: Staging, task: str, rows: list[dict[str, Any]]) -> Brought:
-    kinds = {"binary": pa.binary(), "timestamp": pa.timestamp("us", tz="UTC")}
+    kinds = {
+        "binary": pa.binary(),
+        "timestamp": pa.timestamp("us", tz="UTC"),
+        "bigint": pa.int64(),
+    }
     schema = pa.schema(
         [(f.name, kinds.get(f.dataType.simpleString(), pa.string()))
          for f in STAGED.fields]

@@ -107,9 +107,7 @@ def run_replay(
         if table is DEAD_LETTERS:
             return _redeliver(chosen, source, name, options, run)
         unproven = 0 if options.dry_run else _insist_on_proof(log, chosen)
-        # Messages of one instant are staged by one task, in their order.
-        ordered = chosen.repartition("created_at").sortWithinPartitions("id")
-        rows = to_outbox_rows(ordered, run=name, mode=options.mode)
+        rows = to_outbox_rows(chosen, run=name, mode=options.mode)
         stored = _store(rows, source, name, options.rate, options.dry_run, run)
         if unproven:
             stored.lines.append(

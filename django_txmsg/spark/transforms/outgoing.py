@@ -54,27 +54,35 @@ def to_outbox_rows(
         "destination",
         sf.coalesce("key", sf.lit("")).alias("key"),
         sf.coalesce("correlation_id", sf.lit("")).alias("correlation_id"),
-        sf.to_json(_headers(mode)).alias("headers"),
+        _headers(mode).alias("headers"),
         sf.when(sf.col("content_type") != "", sf.col("content_type"))
         .otherwise(wire.BYTES)
         .alias("content_type"),
         "body",
         sf.col("created_at").alias("position"),
+        sf.col("id").alias("sequence"),
     )
 
 
 def _headers(mode: Literal["same", "copy"]) -> Column:
-    """Return the headers for a message that is stored again. A flow's request keeps its
-    deadline, so that no stage executes the request after its flow has gone on."""
-    headers = sf.from_json("headers", "map<string,string>")
-    if mode == "copy":
-        headers = sf.map_filter(headers, lambda name, _: name != wire.AFTER)
-    asks = [sf.map_contains_key(headers, one) for one in (wire.TICKET, wire.REPLY_TO)]
+    """Return the headers, as JSON, for a message that is stored again. A flow's request
+    keeps its deadline, so that no stage executes the request after its flow has gone
+    on."""
+    stored = sf.col("headers")
+    headers = sf.from_json(stored, "map<string,string>")
     at = sf.date_format("expires_at", "yyyy-MM-dd'T'HH:mm:ss.SSSSSSxxx")
     dated = sf.map_concat(headers, sf.create_map(sf.lit(wire.EXPIRES), at))
+    asks = [sf.map_contains_key(headers, one) for one in (wire.TICKET, wire.REPLY_TO)]
     # In a row that was stored again, the deadline is a header already.
-    known = sf.when(asks[0] & asks[1] & sf.col("expires_at").isNotNull(), dated)
-    return sf.coalesce(known, headers)
+    kept = sf.when(sf.col("expires_at").isNull(), stored)
+    kept = kept.when(asks[0] & asks[1], sf.to_json(dated)).otherwise(stored)
+    if mode == "same":
+        return kept
+    linked = sf.contains(stored, sf.lit(wire.AFTER))
+    without = sf.map_filter(
+        sf.from_json(kept, "map<string,string>"), lambda name, _: name != wire.AFTER
+    )
+    return sf.when(linked, sf.to_json(without)).otherwise(kept)
 
 
 def from_dataset(
@@ -122,6 +130,7 @@ def from_dataset(
         sf.lit(wire.JSON).alias("content_type"),
         sf.encode(body, "UTF-8").alias("body"),
         sf.lit(None).cast("timestamp").alias("position"),
+        sf.lit(None).cast("long").alias("sequence"),
     )
 
 
