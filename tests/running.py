@@ -19,7 +19,7 @@ import pytest
 from django.db import connection, transaction
 from django.test import override_settings
 
-from django_txmsg import conf, stages, wire
+from django_txmsg import conf, signals, stages, wire
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Delivery, Outgoing
 from django_txmsg.consuming.consumer import wake_for_parked
@@ -237,6 +237,21 @@ def put(
         (outcome,) = session.send([Outgoing(destination, headers, body)])
         assert outcome is None
     return message_id
+
+
+@contextmanager
+def copies_dropped() -> Iterator[list[uuid.UUID]]:
+    """Collect the ids of messages of which a copy is reported as dropped."""
+    ids: list[uuid.UUID] = []
+
+    def note(id: uuid.UUID, **_: Any) -> None:
+        ids.append(id)
+
+    signals.message_duplicate.connect(note)
+    try:
+        yield ids
+    finally:
+        signals.message_duplicate.disconnect(note)
 
 
 @contextmanager

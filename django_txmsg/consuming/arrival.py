@@ -47,6 +47,10 @@ class Duplicate:
     """The message has already been processed, buried or parked. This delivery of the
     message is dropped."""
 
+    #: False if the delivery is no copy: it is the request of a flow that no longer
+    #: waits, or the broker has given it to another worker.
+    is_copy: bool = True
+
 
 @dataclass(frozen=True, slots=True)
 class SentBack:

@@ -206,7 +206,7 @@ def let_expire(arrival: Arrival) -> Duplicate:
         if arrival.inbox.mark_dead(record.id, why, arrival.token, revoked=True):
             arrival.mode.put_aside(arrival)
             ordering.wake([arrival])
-        return Duplicate()
+        return Duplicate(is_copy=False)
 
     return _durably(arrival, revoke)
 

@@ -68,7 +68,17 @@ def process(arrival: Arrival) -> Outcome:
 def _decided(arrival: Arrival) -> Outcome:
     while True:
         outcome = _process(arrival)
-        if not isinstance(outcome, Duplicate) or not _is_forgotten(arrival):
+        if not isinstance(outcome, Duplicate):
+            return outcome
+        if not _is_forgotten(arrival):
+            # A message from the inbox is no copy: another worker has claimed it.
+            if outcome.is_copy and arrival.parked is None:
+                signals.announce(
+                    signals.message_duplicate,
+                    id=arrival.message_id,
+                    destination=arrival.delivery.destination,
+                    stage=arrival.stage.name,
+                )
             return outcome
 
 
@@ -430,16 +440,8 @@ def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
 
 
 def _ship_what_is_left(arrival: Arrival) -> None:
-    """Announce that a message is a duplicate. When the stage processed the message for
-    the first time, the stage may have stored other messages. Wake the dispatcher for
-    those that are still pending."""
-    message, stage = arrival.message, arrival.stage
-    signals.announce(
-        signals.message_duplicate,
-        id=message.id,
-        destination=message.destination,
-        stage=stage.name,
-    )
+    """When the stage processed a message for the first time, the stage may have stored
+    other messages. Wake the dispatcher for those that are still pending."""
     waiting: dict[str, list[int]] = {}
     for pk, broker in (
         OutboxMessage.objects.using(arrival.using)

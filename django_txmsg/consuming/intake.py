@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from typing import Any
 
 from django.db import OperationalError, connections, router, transaction
 
-from .. import conf, wire
+from .. import conf, signals, wire
 from ..brokers import get_broker
 from ..brokers.base import Broker, Delivery, Session
 from ..dead_letters import burial
@@ -211,6 +212,14 @@ def _given_up(stage: Stage, delivery: Delivery, letter: dict[str, Any]) -> bool 
         if row is None:
             return False
         if row.processed_at or row.dead_at or row.due_at:
+            dropped = partial(
+                signals.announce,
+                signals.message_duplicate,
+                id=row.message_id,
+                destination=stage.destination,
+                stage=stage.name,
+            )
+            transaction.on_commit(dropped, using=using)
             return True
         why = letter["failure"].exception
         if turn is not None and not order.has_come(turn):

@@ -265,6 +265,11 @@ class BrokerOnly(Mode):
             return isinstance(unknown, DispatchUnknown) and not unknown.hung_up
         return isinstance(error, DestinationUnavailable)
 
+    def lost(self, arrival: Arrival) -> Outcome:
+        """Return the outcome of a delivery that the broker has given to another
+        worker."""
+        return Duplicate(is_copy=False)
+
     def _commit(self, arrival: Arrival, employed: bool) -> None:
         """Commit the broker's transaction. If the stage uses the database, the database
         has committed already."""

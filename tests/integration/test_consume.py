@@ -18,6 +18,7 @@ from tests.app.models import Effect, Order
 from tests.faults import wait_until
 from tests.running import (
     committing,
+    copies_dropped,
     declared,
     put,
     running,
@@ -119,14 +120,29 @@ def test_of_copies_that_arrive_at_once_one_handler_runs() -> None:
         message_id = put(stage.destination)
         for _ in range(3):
             put(stage.destination, message_id=message_id)
-        with running(stage, concurrency=4):
+        with copies_dropped() as dropped, running(stage, concurrency=4):
             assert inside.wait(30)
             go_on.set()
             wait_until(lambda: not QueueMessage.objects.exists())
     assert runs == [message_id]
+    assert dropped == [message_id] * 3
     assert names() == ["done"]
     row = InboxMessage.objects.get()
     assert (row.state, row.deliveries) == ("processed", 4)
+
+
+def test_delivery_that_another_worker_got_meanwhile_is_no_copy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def slow(message: Message) -> None:
+        QueueMessage.objects.update(lease_token=uuid.uuid4())
+
+    with declared(slow, transaction="broker_only") as stage:
+        put(stage.destination)
+        with copies_dropped() as dropped:
+            step(stage)
+    assert "the work is done here" in caplog.text
+    assert dropped == []
 
 
 def test_a_stage_whose_first_copy_fails_lets_the_second_run() -> None:

@@ -20,7 +20,7 @@ from tests import factories
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.integration.test_intake import WithDeadLetters, taking_in
-from tests.running import committing, declared, ship, step
+from tests.running import committing, copies_dropped, declared, ship, step
 from tests.services import ByAmqp, RabbitMQ
 from tests.services.stomp_server import PASSWORD, USER
 
@@ -189,8 +189,9 @@ def test_copy_of_a_message_that_the_stage_has_settled_or_parked_is_dropped(
         before = InboxMessage.objects.values().get()
         copy.save(force_insert=True)
         dead_letter(stage, message.id)
-        with intake():
+        with copies_dropped() as dropped, intake():
             pass
+    assert dropped == [message.id]
     assert InboxMessage.objects.values().get() == before
     letters = DeadLetter.objects.values_list("stage", "reason", "deaths")
     assert list(letters) == (

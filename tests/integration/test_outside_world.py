@@ -24,6 +24,7 @@ from tests.faults import ManageProcess, wait_until
 from tests.running import (
     IMPATIENT,
     committing,
+    copies_dropped,
     declared,
     put,
     running,
@@ -70,9 +71,10 @@ def test_two_concurrent_copies_both_run_and_one_is_marked() -> None:
     with declared(handler, transaction="none", concurrency=2) as declared_stage:
         sent = put(declared_stage.destination)
         put(declared_stage.destination, message_id=sent)
-        with running(declared_stage, concurrency=2):
+        with copies_dropped() as dropped, running(declared_stage, concurrency=2):
             wait_until(lambda: processed() == 1)
             wait_until(lambda: Effect.objects.count() == 2)
+            wait_until(lambda: dropped == [sent])
     assert OutboxMessage.objects.count() == 1
 
 
