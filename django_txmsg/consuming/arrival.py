@@ -250,6 +250,8 @@ class Mode(ABC):
             return "settled"
         if record.attempt > self.max_begun:
             return "worker_lost"
+        if arrival.sent is not None:
+            return ""  # the handler has run, and only the rest is tried again
         until = wire.expires(arrival.delivery.headers)
         return "expired" if until is not None and until <= record.now else ""
 

@@ -7,16 +7,19 @@ outcome then stays undecided, and no attempt is counted.
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import itertools
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import pytest
 from django.db import DatabaseError, connection, connections, transaction
+from django.utils import timezone
 
-from django_txmsg import every
+from django_txmsg import every, wire
 from django_txmsg.consuming import protocol
 from django_txmsg.consuming.consumer import IDLE, Consumer
 from django_txmsg.consuming.intake import IntakeThread
@@ -25,6 +28,7 @@ from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.errors import SwallowedDatabaseError
 from django_txmsg.http_outbox.session import outbox_session
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.fields import clock
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.runtime import database_health
@@ -319,6 +323,35 @@ def test_a_call_is_not_repeated_while_its_messages_are_refused(refusal: Any) -> 
     assert calls == [1]
     assert OutboxMessage.objects.filter(destination="tests.next").count() == 1
     assert not Attempt.objects.exists()
+
+
+@pytest.mark.parametrize("asked", [{}, {wire.TICKET: "1", wire.REPLY_TO: "by.steps"}])
+def test_a_call_counts_although_its_message_expires_while_its_end_is_refused(
+    asked: dict[str, str],
+) -> None:
+    """Otherwise the message would be a dead letter, and a flow's request would be
+    revoked: the flow would not undo the call."""
+    calls: list[int] = []
+    until = timezone.now() + dt.timedelta(seconds=2)
+    headers = {
+        wire.MESSAGE_ID: str(uuid.uuid4()),
+        wire.CONTENT_TYPE: "application/json",
+        wire.EXPIRES: wire.format_instant(until),
+        **asked,
+    }
+    with (
+        declared(call_and_answer(calls), transaction="none") as stage,
+        running(stage) as threads,
+    ):
+        with trigger("UPDATE", INBOX):
+            put(stage.destination, headers=headers)
+            wait_until(refused_often(threads))
+            wait_until(lambda: clock("default") > until)
+        wait_until(lambda: not QueueMessage.objects.exists())
+    assert calls == [1]
+    assert InboxMessage.objects.get().processed_at is not None
+    assert OutboxMessage.objects.filter(destination="tests.next").count() == 1
+    assert not DeadLetter.objects.exists()
 
 
 def test_a_call_is_repeated_if_a_trigger_refuses_its_messages() -> None:
