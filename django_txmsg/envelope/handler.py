@@ -103,6 +103,7 @@ def ran(result: Any) -> Any:
     a coroutine or a generator: none of its code has run, and the message would still
     count as processed. `check()` does not see this of a lambda, for example."""
     unrun = inspect.isawaitable(result) or inspect.isasyncgen(result)
+    unrun = unrun and not hasattr(result, "add_done_callback")  # a future is under way
     if not unrun and not inspect.isgenerator(result):
         return result
     if inspect.iscoroutine(result):

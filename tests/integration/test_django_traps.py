@@ -19,6 +19,7 @@ from django_txmsg.errors import (
     StageError,
     SwallowedDatabaseError,
 )
+from django_txmsg.jms.completion import CompletionFuture
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
@@ -167,6 +168,20 @@ def test_code_that_a_handler_has_not_run_fails_the_attempt(
     assert all("StageError" in one for one in found)
     assert not InboxMessage.objects.filter(processed_at__isnull=False).exists()
     assert effects() == []
+
+
+@drawn
+def test_handler_may_return_a_future(options: dict[str, Any]) -> None:
+    """`return producer.submit(…)` returns one, whose work is under way."""
+
+    def handler(message: Message) -> CompletionFuture:
+        return CompletionFuture(None)
+
+    with declared(handler, **options) as stage:
+        send(stage.destination)
+        step(stage)
+    assert not Attempt.objects.exists()
+    assert not QueueMessage.objects.exists()
 
 
 @drawn
