@@ -90,6 +90,8 @@ def _signalled(declared: Declaration, message: Message) -> None:
     try:
         _, name, at, key = message.conversation[wire.TICKET].split(";", 3)
         sent = wire.parse_instant(at)
+        if not key:
+            raise ValueError  # any open run without a key would take it
     except ValueError:
         raise DecodeError("ticket", "it names no signal, instant and key") from None
     runs = Run.objects.using(declared.using).filter(

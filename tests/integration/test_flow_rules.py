@@ -407,7 +407,10 @@ def test_a_message_with_the_correlation_id_of_nothing_is_dead_at_once(
 
 
 @pytest.mark.usefixtures("undone")
-@pytest.mark.parametrize("ticket", ["signal;", "signal;x", "signal;x;yesterday;k"])
+@pytest.mark.parametrize(
+    "ticket",
+    ["signal;", "signal;x", "signal;x;yesterday;k", "signal;x;2026-01-01T00:00:00Z;"],
+)
 def test_a_malformed_ticket_of_a_signal_is_dead_at_once(ticket: str) -> None:
     put("rules.flow.steps", headers={**JSON, wire.TICKET: ticket})
     take(stages.find(["rules.flow.steps"])[0])
