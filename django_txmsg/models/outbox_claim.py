@@ -43,9 +43,8 @@ class Claimed(NamedTuple):
     expired: bool
     #: When it was stored, in the form of its header.
     created: str
-    #: When the first of the rows claimed together was due, in the database's own
-    #: format.
-    floor: str
+    #: When it was due, in the database's own format.
+    due: str
     #: The service that stored it; "" for an earlier release.
     service: str
     #: Whether the broker or the destination has refused it before.
@@ -126,7 +125,6 @@ class ClaimingManager(SqlManager):
             "e.id NOT IN (SELECT id FROM picked)",
         )
         no_wait, waits_not = no_wait_sql(connection)
-        first_due = sql.text("min(due)")
         statement = claim_sql(
             sql,
             table,
@@ -148,8 +146,8 @@ class ClaimingManager(SqlManager):
                 expires_at, attempts, replay_id, linked_at,
                 COALESCE(expires_at <= {now}, FALSE),
                 {sql.instant_text("created_at")},
-                (SELECT {first_due} FROM picked), service, last_error <> ''
-            """,  # noqa: S608 - constants only
+                {sql.text("due_at")}, service, last_error <> ''
+            """,
         )
         parameters += [
             *bounds(limit, max_bytes, alone=UNLIMITED if larger else 0),
@@ -325,7 +323,7 @@ def _leads_sql(table: str, row: str, ours: str, stays: str) -> str:
 def _claimed(row: Sequence[Any]) -> Claimed:
     pk, message_id, destination, key, correlation_id, headers, kind, body, *rest = row
     expires_at, attempts, replay_id, linked_at, expired, created, *last = rest
-    floor, service, has_error = last
+    due, service, has_error = last
     return Claimed(
         pk,
         message_id if len(message_id) == 36 else str(uuid.UUID(message_id)),
@@ -341,7 +339,7 @@ def _claimed(row: Sequence[Any]) -> Claimed:
         # Other messages wait for a linked one, so it is sent in any case.
         bool(expired) and linked_at is None,
         _instant_text(created),
-        floor,
+        due,
         service,
         bool(has_error),
     )

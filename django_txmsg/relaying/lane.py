@@ -142,7 +142,7 @@ class Sweep:
                 self._floor = None
         if claimed:
             # Back, too: a large transaction that committed late fills many batches.
-            self._floor = claimed[0].floor
+            self._floor = min(row.due for row in claimed)
         return claimed
 
 

@@ -18,8 +18,9 @@ from django_txmsg import cancel_message
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import DispatchRejected
 from django_txmsg.models import OutboxMessage
+from django_txmsg.models.outbox_claim import Claimed
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.relaying.lane import Lane
+from django_txmsg.relaying.lane import Lane, Sweep
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.faults import wait_until
@@ -103,6 +104,41 @@ def test_a_locked_message_holds_back_only_its_key() -> None:
         thread.join()
     ship()
     assert queued() == [4, 5, 7, 6, 1, 2, 3]
+
+
+@pytest.mark.postgresql
+def test_messages_behind_a_locked_one_do_not_hold_the_floor() -> None:
+    """Otherwise each claim would read all rows that were sent since the lock."""
+    store(["a", "a"])
+    first = OutboxMessage.objects.earliest("id")
+    OutboxMessage.objects.update(due_at=Now() - dt.timedelta(hours=1))
+    store([None, None])
+    floors: list[str | None] = []
+
+    def claim(floor: str | None) -> list[Claimed]:
+        floors.append(floor)
+        return OutboxMessage.objects.claim(
+            broker="default", token=uuid.uuid4(), lease=60, limit=9, floor=floor
+        )
+
+    operator: Any = connection.copy()
+    operator.set_autocommit(False)
+    sweep = Sweep()
+    try:
+        with operator.cursor() as cursor:
+            cursor.execute(
+                "SELECT due_at::text FROM django_txmsg_outboxmessage WHERE id = %s"
+                " FOR UPDATE",
+                [first.pk],
+            )
+            (an_hour_ago,) = cursor.fetchone()
+        assert len(sweep.claim(claim)) == 2
+        sweep.claim(claim)
+    finally:
+        operator.close()
+    assert floors[0] is None
+    assert floors[1] is not None
+    assert floors[1] > an_hour_ago
 
 
 @pytest.mark.postgresql
