@@ -117,7 +117,8 @@ def _signalled(declared: Declaration, message: Message) -> None:
         raise DecodeError(
             "no_run", f"no run of {declared.name!r} with the key {key!r} has begun"
         )
-    pause = min(max(age, MIN_PAUSE), MAX_PAUSE)
+    # The first message may be a dead letter for days.
+    pause = min(max(age, MIN_PAUSE), max(MAX_PAUSE, age / 15))
     body = message.body.read(taken.reader)
     send_signal(declared, key, body, since=since, delay=pause)
 
