@@ -111,7 +111,8 @@ def drain(
 ) -> Drained:
     """Dispatch stored messages and run the stages until no message is left.
 
-    `stages` names the stages to run. The default is all. With `ahead`, `drain()` acts
+    `stages` names the stages to run. The default is all whose database the test may
+    use. With `ahead`, `drain()` acts
     as if this much time passed: when nothing is left to do, it goes on to the time at
     which the next delayed message, redelivery or flow deadline is due. The times of
     several calls add up.
@@ -134,7 +135,11 @@ def drain(
         stop_dispatchers(timeout=60)
         stop_notifiers(timeout=60)
         stack.enter_context(embedded())
-        workers = [_Worker(stage, drained) for stage in find(stages)]
+        workers = [
+            _Worker(stage, drained)
+            for stage in find(stages)
+            if stages or _is_allowed(stage.definition.using)
+        ]
         aliases = {router.db_for_write(OutboxMessage)}
         aliases |= {worker.using for worker in workers}
         aliases |= set(filter(_is_allowed, with_tables()))
@@ -177,7 +182,7 @@ def outbox_messages(
 ) -> list[Message]:
     """Return the messages that are stored in the outbox of one database, dispatched or
     not, in the order of storing. The default is the outbox's database."""
-    rows = OutboxMessage.objects.using(using or router.db_for_read(OutboxMessage))
+    rows = OutboxMessage.objects.using(using or router.db_for_write(OutboxMessage))
     if destination is not None:
         rows = rows.filter(destination=destination)
     return [message_of(row) for row in rows.order_by("id")]
