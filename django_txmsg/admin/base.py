@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.contrib.auth import get_permission_codename
-from django.core.exceptions import PermissionDenied
+from django.core.exceptions import PermissionDenied, ValidationError
+from django.db import router
 from django.db.models import Case, QuerySet, When
 from django.db.models.fields.json import KeyTextTransform
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
@@ -195,6 +196,17 @@ class RowPageAdmin(ReadOnlyAdmin):
             messages.warning(request, f"There is no {noun} {object_id} here.")
             return self.led_to_list(request)
         return self.row_page(request, row)
+
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> Any:
+        """Return the row from the database that is written: a replica that lags behind
+        does not have the row of a button that was just pressed."""
+        rows = self.get_queryset(request).using(router.db_for_write(self.model))
+        try:
+            return rows.get(**{from_field or "pk": object_id})
+        except (self.model.DoesNotExist, ValidationError, ValueError):
+            return None
 
     def row_page(self, request: HttpRequest, row: Any) -> HttpResponse:
         """Return the response with a row's page."""

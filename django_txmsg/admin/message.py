@@ -216,7 +216,7 @@ class MessagePages(Pages):
         outgoing = may(request, "view_outboxmessage")
         incoming = may(request, "view_inboxmessage")
         dead = may(request, "view_deadletter")
-        using = router.db_for_read(OutboxMessage)
+        using = router.db_for_write(OutboxMessage)
         now = clock(using)
         outbox = inbox = letters = attempts = []
         if outgoing:
@@ -292,7 +292,7 @@ class MessagePages(Pages):
             raise Http404
         row = bodies.TABLES[table]._meta.model_name
         insist(may(request, "view_message_body", f"view_{row}"))
-        using = router.db_for_read(OutboxMessage)
+        using = router.db_for_write(OutboxMessage)
         content = bodies.read(
             table, pk, using=using, message_id=message_id, bodies=True, whole=True
         )

@@ -160,7 +160,7 @@ class StageAdmin(PausableAdmin):
         declared = {one.name: one for one in all_stages()}
         limited = {
             one.stage: one
-            for one in StageState.objects.using(router.db_for_read(StageState))
+            for one in StageState.objects.using(router.db_for_write(StageState))
             if one.rate_until is not None and one.rate_until > picture.now
         }
         return {
