@@ -24,7 +24,7 @@ from ..models import DeadLetter, OutboxMessage, Run, Worker
 from ..models.run import WaitsFor
 from ..monitoring import databases
 from ..monitoring.alarms import listed
-from ..relaying.listener import alias_of, receives_notifications
+from ..relaying.listener import advice, alias_of, receives_notifications
 from ..scheduling.time_loop import TimeLoop
 from ..scheduling.timekeeper import Timekeeper
 
@@ -191,9 +191,7 @@ def check_notifications(aliases: Sequence[str]) -> Iterator[CheckMessage]:
             yield Warning(
                 f"A notification did not arrive in database {alias_of(using)!r}: "
                 "relays and consumers learn of new messages by polling alone.",
-                hint="Behind a pooler in transaction mode, name an alias that "
-                'connects directly to the server in TXMSG["LISTEN_DATABASE"]; or set '
-                'TXMSG["NOTIFY"] = False.',
+                hint=f'{advice(using)} Or set TXMSG["NOTIFY"] = False.',
                 id="txmsg.W030",
             )
 

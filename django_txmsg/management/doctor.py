@@ -46,7 +46,7 @@ from ..monitoring.databases import (
     with_tables,
 )
 from ..monitoring.waiting import in_outbox, places_sql
-from ..relaying.listener import alias_of, receives_notifications
+from ..relaying.listener import advice, alias_of, receives_notifications
 from ..rules import outbox
 from ..sending.outbox import send_message
 from ..stages import all_stages
@@ -341,8 +341,7 @@ def _notifications(alias: str) -> Result:
     return (
         WARNING,
         "a notification was not received: workers poll",
-        "Behind a pooler in transaction mode, name a direct connection in "
-        'TXMSG["LISTEN_DATABASE"].',
+        advice(alias),
     )
 
 

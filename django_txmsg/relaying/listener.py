@@ -111,9 +111,9 @@ class Listener:
                     if not warned:
                         log.warning(
                             "database %r: no notification arrived, so all threads "
-                            "poll. Behind a pooler in transaction mode, name a direct "
-                            'connection in TXMSG["LISTEN_DATABASE"]',
+                            "poll. %s",
                             self._alias,
+                            advice(self._using),
                         )
                     warned = True
             except Exception:
@@ -220,6 +220,19 @@ def alias_of(using: str) -> str:
     direct = conf.get().LISTEN_DATABASE
     main = router.db_for_write(OutboxMessage)
     return direct if direct and using == main else using
+
+
+def advice(using: str) -> str:
+    """Return what to do if no notification arrives from a database."""
+    if using != router.db_for_write(OutboxMessage):
+        return (
+            'TXMSG["LISTEN_DATABASE"] serves only the outbox\'s database. Behind a '
+            "pooler in transaction mode, workers poll this one."
+        )
+    return (
+        "Behind a pooler in transaction mode, name an alias that connects directly to "
+        'the server in TXMSG["LISTEN_DATABASE"].'
+    )
 
 
 @contextmanager

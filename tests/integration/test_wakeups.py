@@ -370,6 +370,22 @@ def test_behind_a_pooler_a_warning_is_logged_and_all_threads_poll(
         assert checked() == ["txmsg.W030"]
 
 
+def test_no_advice_names_a_setting_that_does_not_help(
+    pooled: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LISTEN_DATABASE serves only the outbox's database. Here, the other database is
+    behind the pooler."""
+    stop = threading.Event()
+    thread = threading.Thread(target=listener.Listener(pooled, stop).run)
+    with txmsg():
+        thread.start()
+        wait_until(lambda: "no notification arrived" in caplog.text)
+        stop.set()
+        thread.join(60)
+    assert "serves only the outbox's database" in caplog.text
+    assert "connects directly" not in caplog.text
+
+
 def test_a_listener_that_received_nothing_once_tries_again_soon(
     pooled: str, caplog: pytest.LogCaptureFixture
 ) -> None:
