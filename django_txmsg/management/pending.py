@@ -89,7 +89,9 @@ class Stop(_PerMessage):
     )
     done = "asked to stop"
     deed = Deed.STOP
-    unless = "not received, ended, parked, or at a stage without a timeout"
+    unless = (
+        "not received, ended, parked, asked already, or at a stage without a timeout"
+    )
     reason = "the reason, which is stored with the dead letter"
     change = staticmethod(deadline.ask_to_stop)
 

@@ -298,6 +298,10 @@ class OrderManager(SqlManager):
         1, or 0 if no message waits or another transaction has released the first
         message.
 
+        A released message waits no more, so the next message of the key then looks like
+        the first one. It is not released while its predecessor is due or will be
+        retried: it would overtake the predecessor.
+
         Raises OperationalError if a worker is processing the message and does not
         finish within PATIENCE.
         """
@@ -314,7 +318,11 @@ class OrderManager(SqlManager):
                 f" FROM {table} c WHERE c.stage = %s AND c.key = %s AND NOT c.key = ''"
                 " AND c.waits_for IS NOT NULL AND c.processed_at IS NULL"
                 " AND c.dead_at IS NULL ORDER BY c.after_at, c.id LIMIT 1)"
-                f" AND waits_for IS NOT NULL AND {OPEN.sql()}",
+                f" AND waits_for IS NOT NULL AND {OPEN.sql()}"
+                f" AND NOT EXISTS (SELECT 1 FROM {table} p"
+                f" WHERE p.message_id = {table}.waits_for AND p.stage = {table}.stage"
+                " AND p.due_at IS NOT NULL AND p.waits_for IS NULL"
+                f" AND {OPEN.sql('p')})",
                 [stage, key],
             )
 

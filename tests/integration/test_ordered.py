@@ -684,6 +684,22 @@ def test_an_operator_lets_a_key_go() -> None:
     assert effects() == ["1", "2"]
 
 
+def test_second_let_go_does_not_break_the_order() -> None:
+    with declared(effect, ordered="block") as stage:
+        send_chain(stage.destination, [0, 1, 2])
+        _, one, two = taken(stage.destination)
+        deliver(stage.destination, one, two)
+        step(stage, times=2)
+        went = [
+            InboxMessage.order.let_go(stage.name, "k", link="txmsg-after")
+            for _ in range(2)
+        ]
+        assert went == [1, 0]
+        assert waiting(stage) == 1
+        settle(stage, 2)
+    assert effects() == ["1", "2"]
+
+
 def test_tails_are_pruned_as_long_after_as_the_inbox_remembers() -> None:
     send_chain("tests.pruned", [0], key="old")
     send_chain("tests.pruned", [0], key="young")

@@ -67,7 +67,8 @@ class Command(DatabaseCommand):
         if rows.behind(stage, key, 1):
             raise CommandError(
                 f"Nothing is changed: the first message of key {key!r} at stage "
-                f"{stage!r} has just started by itself."
+                f"{stage!r} was released, waits for its redelivery, or has just "
+                "started by itself."
             )
         raise CommandError(f"No message of key {key!r} waits at stage {stage!r}.")
 
