@@ -125,9 +125,11 @@ def lost_batches(
     )
 
 
-def is_mounted(spec: JobSpec) -> bool:
+def is_mounted(spec: JobSpec, *, insist: bool = False) -> bool:
     """Return whether a lake exists at the specified address. Raises LostBatches if
-    the lake lacks a batch that one of the given services has archived into it."""
+    the lake lacks a batch that one of the given services has archived into it. With
+    `insist`, also if another service has archived into another lake at this address,
+    on another host: a job that erases rows would leave those there."""
     uri, own = spec.lake_spec().uri, spec.service().service
     marks = [(source, *one) for source in spec.services for one in marks_in(source)]
     lake = None
@@ -135,7 +137,7 @@ def is_mounted(spec: JobSpec) -> bool:
         lake = Lake(spec.lake_spec())
     for source, table, known in marks:
         log = None if lake is None else BatchLog(lake, source.service, table)
-        if source.service != own:
+        if source.service != own and not insist:
             # It may have a lake of its own, at the same path of another host.
             identity = log.identity if log else ""
             known = [one for one in known if one.lake_id == identity]

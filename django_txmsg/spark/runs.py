@@ -148,7 +148,7 @@ def recorded(
             _take(source, run, lake)
         try:
             if spec.lake is not None and job in _OF_THE_LAKE:
-                run.makes_lake = not is_mounted(spec)
+                run.makes_lake = not is_mounted(spec, insist=job == "erase")
             yield run
         except BaseException as error:
             told = str(error)

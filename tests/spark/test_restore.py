@@ -166,6 +166,9 @@ def test_lake_of_another_service_at_the_same_path_is_not_missed(
 
     # The lake of `payments` is at this path of another host.
     assert run(both, "show", "k")["steps"] == []
+    # It may also be that the lake of both is not mounted.
+    with pytest.raises(EnvironmentFault, match="there is no lake"):
+        run(both, "erase", "--key", "k")
     shop.send_many(10)
     archive(None, shop, lake)
     assert run(both, "show", "k")["steps"] == []
