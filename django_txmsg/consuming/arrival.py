@@ -100,16 +100,19 @@ def to_acknowledge(
     return [
         delivery
         for delivery, outcome in zip(deliveries, outcomes, strict=True)
-        if not isinstance(outcome, Interrupted)
-        and not (isinstance(outcome, Processed) and outcome.acknowledged)
+        if not isinstance(outcome, Interrupted) and not _is_committed(outcome)
     ]
 
 
 def is_answered(outcome: Outcome) -> bool:
     """Return whether the broker has answered what the stage has sent: it has committed
     the stage's transaction, or has stored the copy that was sent back."""
-    committed = isinstance(outcome, Processed) and outcome.acknowledged
-    return committed or isinstance(outcome, SentBack)
+    return _is_committed(outcome) or isinstance(outcome, SentBack)
+
+
+def _is_committed(outcome: Outcome) -> bool:
+    """Return whether the broker has acknowledged the message with its transaction."""
+    return isinstance(outcome, Processed) and outcome.acknowledged
 
 
 def turn_of(stage: Stage, headers: Mapping[str, str]) -> Turn | None:
