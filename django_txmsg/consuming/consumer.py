@@ -106,24 +106,14 @@ BEATS = 6
 
 
 class Consumer:
-    """Runs stages until stopped. `concurrency` overrides the stages' own option.
-    `max_messages` and `max_memory` override the settings."""
+    """Runs stages until stopped. `concurrency` overrides the stages' own option."""
 
     def __init__(
-        self,
-        stages: Sequence[Stage],
-        *,
-        concurrency: int | None = None,
-        max_messages: int | None = None,
-        max_memory: float | None = None,
+        self, stages: Sequence[Stage], *, concurrency: int | None = None
     ) -> None:
         self._settings = conf.get()
         given = self._settings.CONSUME
-        self.allowance = Allowance(
-            given.MAX_MESSAGES if max_messages is None else max_messages,
-            given.MAX_MEMORY if max_memory is None else max_memory,
-            self.stop,
-        )
+        self.allowance = Allowance(given.MAX_MESSAGES, given.MAX_MEMORY, self.stop)
         self._stop = threading.Event()
         self._activity = Activity()
         self._databases = databases.with_tables()

@@ -9,55 +9,25 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from .. import conf
-from ..models import Alert, AuditEntry
+from ..models import AuditEntry
 from ..models.fields import local
 from ..models.monitoring import Deed
 from ..monitoring import process_states
-from ..monitoring.alerting import said_unwatched
 from ..monitoring.process_states import WITHIN
-from .terminal import add_limit, chosen_database, not_blank, print_list, values
+from .terminal import chosen_database, not_blank, print_list, values, whole_number
 
 
 class Alerts(BaseCommand):
-    """Show the alerts that relays have raised, or print alerting rules for
-    Prometheus."""
+    """Print alerting rules for Prometheus."""
 
-    help = (
-        "Lists the alerts that relays have raised, or prints alert rules for "
-        "Prometheus."
-    )
+    help = "Prints alert rules for Prometheus, as YAML."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        shown = actions.add_parser("list", help="The newest first.")
-        shown.add_argument("--firing", action="store_true", help="only open ones")
-        add_limit(shown, 50)
-        shown.add_argument("--json", action="store_true")
-        shown.add_argument("--database", metavar="ALIAS")
-        actions.add_parser("export", help="Print alert rules for Prometheus, as YAML.")
+        parser.add_argument("action", choices=["export"])
 
     def handle(self, *args: Any, **options: Any) -> None:
-        if options["action"] == "export":
-            rules = files("django_txmsg.monitoring") / "prometheus_rules.yml"
-            self.stdout.write(rules.read_text(encoding="utf-8"), ending="")
-            return
-        using = chosen_database(options, Alert)
-        alerts = Alert.objects.using(using).order_by("-pk")
-        if options["firing"]:
-            alerts = alerts.filter(ended_at=None)
-        alerts = alerts[: options["limit"]]
-        names = ("id", "service", "name", "kind", "status", "since", "ended_at", "text")
-        rows = ({name: getattr(one, name) for name in names} for one in alerts)
-        lines = map(_alert_line, alerts)
-        none = "There is no such alert."
-        print_list(self.stdout, "alerts", rows, lines, none, as_json=options["json"])
-        if not options["json"] and (unwatched := said_unwatched(using)):
-            self.stderr.write(unwatched)
-
-
-def _alert_line(one: Alert) -> str:
-    ended = f" to {local(one.ended_at)}" if one.ended_at else ""
-    return f"{one.status:<8}  {local(one.since)}{ended}  {one.name}: {one.text}"
+        rules = files("django_txmsg.monitoring") / "prometheus_rules.yml"
+        self.stdout.write(rules.read_text(encoding="utf-8"), ending="")
 
 
 # `manage.py txmsg audit`: who did what, newest first.
@@ -69,7 +39,7 @@ class Audit(BaseCommand):
     help = "Lists what operators did in the admin and with commands, newest first."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_limit(parser, 50)
+        parser.add_argument("--limit", type=whole_number, default=50, metavar="N")
         parser.add_argument(
             "--by", type=not_blank, metavar="USER", help="part of the user's name"
         )
@@ -86,12 +56,9 @@ class Audit(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         using = chosen_database(options, AuditEntry)
         entries = AuditEntry.objects.using(using)
-        if options["by"]:
-            entries = entries.filter(by__icontains=options["by"])
-        if options["deed"]:
-            entries = entries.filter(deed=options["deed"])
-        if options["text"]:
-            entries = entries.filter(text__icontains=options["text"])
+        for lookup in ("by__icontains", "deed", "text__icontains"):
+            if wanted := options[lookup.partition("__")[0]]:
+                entries = entries.filter(**{lookup: wanted})
         found = entries.select_related("operation").order_by("-pk")
         found = found[: options["limit"]]
         rows = (

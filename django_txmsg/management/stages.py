@@ -4,7 +4,6 @@ messages. Also `manage.py txmsg rate`."""
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +12,13 @@ from django.db import router, transaction
 from django.db.models import Model
 
 from ..consuming import rates
-from ..envelope import serializers
-from ..errors import TxmsgError
 from ..models import Schedule, StageState
 from ..models.fields import local
 from ..models.monitoring import Deed
 from ..monitoring import pausing, schedule, status
+from ..monitoring.lengths import duration
 from ..monitoring.schedule import Timing
 from ..monitoring.waiting import capped
-from ..scheduling import timetable
 from ..stages import all_stages
 from .terminal import (
     operator,
@@ -41,23 +38,29 @@ class PausingCommand(BaseCommand):
     """A command with the actions `list`, `pause` and `resume`."""
 
     noun: str
+    model: type[Model]
+    #: The help texts of `list` and `pause`.
+    listed: str
+    paused: str
     #: `change` pauses or resumes the object with a name. `database` returns the
     #: database that stores this object.
     change: Callable[..., Model | None]
     database: Callable[[str], str]
 
-    def add_pausing(self, actions: Any, *, listed: str, paused: str) -> None:
-        """Add the actions. `listed` and `paused` are the help texts of `list` and
-        `pause`."""
-        shown = actions.add_parser("list", help=listed)
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        shown = actions.add_parser("list", help=self.listed)
         shown.add_argument("--json", action="store_true")
-        pause = actions.add_parser("pause", help=paused)
+        pause = actions.add_parser("pause", help=self.paused)
         pause.add_argument("--why", default="", help="The reason, for other operators.")
         for action in (pause, actions.add_parser("resume", help="Go on.")):
             action.add_argument("name", nargs="+", metavar="NAME")
 
-    def set_paused(self, options: dict[str, Any]) -> None:
-        """Pause or resume each named object, and record each change in the audit."""
+    def handle(self, *args: Any, **options: Any) -> None:
+        require_tables(router.db_for_write(self.model))
+        if options["action"] == "list":
+            self.print_all(as_json=options["json"])
+            return
         paused, why = options["action"] == "pause", options.get("why", "")
         verb, by = "Paused" if paused else "Resumed", f"command: {operator()}"
         for name in options["name"]:
@@ -80,6 +83,10 @@ class PausingCommand(BaseCommand):
                 else f"{shown} is not paused."
             )
 
+    def print_all(self, *, as_json: bool) -> None:
+        """Print all objects."""
+        raise NotImplementedError
+
 
 def pause_note(row: Any) -> str:
     """Return a note for the output of `list`: who has paused this row, and why."""
@@ -91,26 +98,14 @@ class Stages(PausingCommand):
     """Show, pause and resume stages."""
 
     help = "Lists, pauses and resumes stages."
-    noun = "stage"
+    noun, model = "stage", StageState
+    listed = "Each with its messages and workers."
+    paused = "Start no more messages."
     change = staticmethod(pausing.set_stage)
     database = staticmethod(lambda name: router.db_for_write(StageState))
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        self.add_pausing(
-            actions,
-            listed="Each with its messages and workers.",
-            paused="Start no more messages.",
-        )
-
-    def handle(self, *args: Any, **options: Any) -> None:
-        require_tables(router.db_for_write(StageState))
-        if options["action"] == "list":
-            self._list(options["json"])
-        else:
-            self.set_paused(options)
-
-    def _list(self, as_json: bool) -> None:
+    def print_all(self, *, as_json: bool) -> None:
+        """Print all stages."""
         places = sorted(status.read().stages.items())
         rows = (
             values(place, "name", "database", "dead", "muted", "workers", *_PAUSED)
@@ -142,12 +137,9 @@ class Rate(BaseCommand):
         change.add_argument("stage", metavar="STAGE")
         change.add_argument("rate", metavar="RATE", help="like 10/s, 900/m")
         change.add_argument(
-            "--for",
-            dest="age",
-            default="1h",
-            metavar="AGE",
+            "--for", dest="age", type=read_age, default="1h", metavar="AGE",
             help="for how long (default: 1h)",
-        )
+        )  # fmt: skip
         reset = actions.add_parser("reset", help="Restore a stage's declared rate.")
         reset.add_argument("stage", metavar="STAGE")
 
@@ -163,8 +155,10 @@ class Rate(BaseCommand):
                 said = f"Stage {name} has its own rate again."
             else:
                 age = options["age"]
-                rates.limit(name, options["rate"], read_age(age), by=operator())
-                said = f"Stage {name} has a rate of {options['rate']} for {age}."
+                rates.limit(name, options["rate"], age, by=operator())
+                said = (
+                    f"Stage {name} has a rate of {options['rate']} for {duration(age)}."
+                )
             record(states.db, Deed.LIMIT, said)
         self.stdout.write(printable(said))
 
@@ -176,84 +170,28 @@ class Rate(BaseCommand):
             now = ""
             if one.name in changed:
                 rate, seconds = changed[one.name]
-                left = dt.timedelta(seconds=round(seconds))
-                now = f"  CHANGED to {rate} for {left} more"
+                now = f"  CHANGED to {rate} for {duration(seconds)} more"
             self.stdout.write(f"{one.name}  {one.rate}{per}{now}")
         if not limited:
             self.stdout.write("No stage here has a rate.")
 
 
 class Schedules(PausingCommand):
-    """Show, pause, resume, make and remove recurring messages."""
+    """Show, pause and resume recurring messages."""
 
-    help = "Lists, pauses, resumes, makes and removes recurring messages."
-    noun = "recurring message"
+    help = "Lists, pauses and resumes recurring messages."
+    noun, model = "recurring message", Schedule
+    listed = "Each with its last and next tick."
+    paused = "Store no message at its ticks."
     change = staticmethod(pausing.set_recurring)
     database = staticmethod(schedule.database_of)
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        self.add_pausing(
-            actions,
-            listed="Each with its last and next tick.",
-            paused="Store no message at its ticks.",
-        )
-        make = actions.add_parser("make", help="Let a message recur from now on.")
-        make.add_argument("name", metavar="NAME")
-        make.add_argument("expression", metavar="EXPRESSION", help="like '0 3 * * *'")
-        make.add_argument("destination", metavar="DESTINATION")
-        make.add_argument("--body", default="null", metavar="JSON")
-        make.add_argument("--tz", metavar="ZONE", help="default: TIME_ZONE")
-        remove = actions.add_parser(
-            "remove", help="Remove a message that `make` has made."
-        )
-        remove.add_argument("name", nargs="+", metavar="NAME")
-
-    def handle(self, *args: Any, **options: Any) -> None:
-        require_tables(router.db_for_write(Schedule))
-        action = options["action"]
-        if action == "list":
-            self._list(options["json"])
-        elif action == "make":
-            self._make(options)
-        elif action == "remove":
-            for name in options["name"]:
-                self._remove(name)
-        else:
-            self.set_paused(options)
-
-    def _list(self, as_json: bool) -> None:
+    def print_all(self, *, as_json: bool) -> None:
+        """Print all recurring messages."""
         found = schedule.read()
         rows, lines = map(_timing_as_json, found), map(_timing_line, found)
         none = "Nothing recurs here: no every(), and no SCHEDULE."
         print_list(self.stdout, "recurring", rows, lines, none, as_json=as_json)
-
-    def _make(self, options: dict[str, Any]) -> None:
-        name, expression = options["name"], options["expression"]
-        using = router.db_for_write(Schedule)
-        said = timetable.said_made(name, expression, options["destination"])
-        try:
-            with transaction.atomic(using=using):
-                timetable.make_recurring(
-                    name,
-                    expression,
-                    options["destination"],
-                    serializers.loads(options["body"]),
-                    tz=options["tz"],
-                )
-                record(using, Deed.MAKE, said)
-        except (TxmsgError, ValueError) as error:
-            raise CommandError(f"Nothing was changed: {error}") from error
-        self.stdout.write(said)
-
-    def _remove(self, name: str) -> None:
-        using = router.db_for_write(Schedule)
-        with transaction.atomic(using=using):
-            if not timetable.remove_recurring(name):
-                raise CommandError(f"No recurring message {name!r} was made here.")
-            said = f"Removed recurring message {name}."
-            record(using, Deed.REMOVE, said)
-        self.stdout.write(f"Removed {name}.")
 
 
 def _timing_as_json(one: Timing) -> dict[str, Any]:

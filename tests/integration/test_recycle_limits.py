@@ -1,4 +1,4 @@
-"""`max_messages` and `max_memory`: at its limit, a consumer finishes its messages and
+"""`MAX_MESSAGES` and `MAX_MEMORY`: at its limit, a consumer finishes its messages and
 exits, so that a supervisor restarts it."""
 
 from __future__ import annotations
@@ -6,10 +6,10 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import call_command
 from django.db import connections
 
 from django_txmsg.consuming import limits
@@ -27,6 +27,10 @@ pytestmark = committing
 
 def effect(message: Message) -> None:
     Effect.objects.create(name="done", message_id=str(message.id))
+
+
+def limited(**given: float) -> AbstractContextManager[Any]:
+    return txmsg(CONSUME={"POLL_INTERVAL": 0.02, **given})
 
 
 @contextmanager
@@ -47,10 +51,10 @@ def working(consumer: Consumer) -> Iterator[threading.Thread]:
 
 
 def test_consumer_ends_after_max_messages_and_leaves_the_rest() -> None:
-    with txmsg(), declared(effect) as stage:
+    with limited(MAX_MESSAGES=3), declared(effect) as stage:
         for _ in range(10):
             put(stage.destination)
-        consumer = Consumer([stage], max_messages=3)
+        consumer = Consumer([stage])
         consumer.run()
         left = QueueMessage.objects.filter(queue=stage.destination)
 
@@ -60,14 +64,14 @@ def test_consumer_ends_after_max_messages_and_leaves_the_rest() -> None:
         assert consumer.allowance.over == "3 deliveries are handled"
         assert not Worker.objects.exists()
         # Started again, it goes on from there.
-        Consumer([stage], max_messages=7).run()
+        with limited(MAX_MESSAGES=7):
+            Consumer([stage]).run()
     assert Effect.objects.count() == 10
     assert not InboxMessage.objects.exclude(deliveries=1, attempts=1).exists()
 
 
 def test_threads_finish_their_messages_before_the_process_ends() -> None:
-    limited = txmsg(CONSUME={"POLL_INTERVAL": 0.02, "MAX_MESSAGES": 4})
-    with limited, declared(effect, concurrency=4) as stage:
+    with limited(MAX_MESSAGES=4), declared(effect, concurrency=4) as stage:
         for _ in range(20):
             put(stage.destination)
         consumer = Consumer([stage])
@@ -78,10 +82,7 @@ def test_threads_finish_their_messages_before_the_process_ends() -> None:
 
 
 def test_limit_ends_the_relay_of_the_same_process() -> None:
-    with (
-        txmsg(CONSUME={"POLL_INTERVAL": 0.02, "MAX_MESSAGES": 2}),
-        declared(effect) as stage,
-    ):
+    with limited(MAX_MESSAGES=2), declared(effect) as stage:
         for _ in range(3):
             put(stage.destination)
         Service(["default"], ["default"], [stage]).run()
@@ -93,17 +94,17 @@ def test_failed_messages_count_towards_the_limit() -> None:
     def handler(message: Message) -> None:
         raise LookupError
 
-    with txmsg(), declared(handler) as stage:
+    with limited(MAX_MESSAGES=3), declared(handler) as stage:
         put(stage.destination)
-        consumer = Consumer([stage], max_messages=3)
+        consumer = Consumer([stage])
         consumer.run()
 
     assert consumer.handled == 3
 
 
 def test_with_too_much_memory_it_ends_but_not_before_it_did_some_work() -> None:
-    with txmsg(), declared(effect) as stage:
-        consumer = Consumer([stage], max_memory=1.0)
+    with limited(MAX_MEMORY=1.0), declared(effect) as stage:
+        consumer = Consumer([stage])
         with working(consumer) as thread:
             wait_until(lambda: consumer.threads[0].dry)
             assert thread.is_alive()
@@ -116,9 +117,9 @@ def test_with_too_much_memory_it_ends_but_not_before_it_did_some_work() -> None:
 
 
 def test_a_limit_that_is_not_reached_ends_nothing() -> None:
-    with txmsg(), declared(effect) as stage:
+    with limited(MAX_MESSAGES=10, MAX_MEMORY=1e6), declared(effect) as stage:
         put(stage.destination)
-        consumer = Consumer([stage], max_messages=10, max_memory=1e6)
+        consumer = Consumer([stage])
         consumer.run(once=True)
 
     assert consumer.handled == 1
@@ -136,16 +137,10 @@ def test_memory_is_measured_in_mib() -> None:
 
 def test_the_command_says_why_it_ended() -> None:
     err, out = io.StringIO(), io.StringIO()
-    with txmsg(), declared(effect) as stage:
+    with limited(MAX_MESSAGES=2), declared(effect) as stage:
         for _ in range(3):
             put(stage.destination)
-        call_command("consume", stage.name, max_messages=2, stderr=err, stdout=out)
+        call_command("consume", stage.name, stderr=err, stdout=out)
 
     assert "Ended: 2 deliveries are handled." in err.getvalue()
     assert "Handled 2 deliveries." in out.getvalue()
-
-
-def test_command_refuses_an_invalid_limit() -> None:
-    for option in ("max_messages", "max_memory"):
-        with pytest.raises(CommandError, match="must be 0, for no limit, or more"):
-            call_command("consume", **{option: -1})
