@@ -21,7 +21,6 @@ from ..monitoring import runs
 from ..monitoring.lengths import duration
 from ..rules.dead_letters import wrong_rate
 from .terminal import (
-    add_limit,
     chosen_database,
     not_blank,
     print_list,
@@ -30,7 +29,9 @@ from .terminal import (
     record,
     say,
     values,
+    whole_number,
 )
+from .verb_parser import VerbParser
 
 #: What `show --json` prints of an undo.
 _UNDO = ("number", "destination", "request_id", "confirmed_at")
@@ -42,48 +43,47 @@ class Command(BaseCommand):
     help = "Lists and shows runs of flows, and changes open runs."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("action", choices=["list", "show", *acts.ACTS], metavar="ACTION",
-            help=f"list, show, {', '.join(acts.ACTS)}")  # fmt: skip
-        add("runs", nargs="*", default=[], type=uuid.UUID, metavar="RUN",
-            help="the id of a run")  # fmt: skip
-        add("--flow", type=not_blank, help="the name of the flow")
-        add("--key", type=not_blank)
-        add("--step", type=not_blank, help="the step that runs next")
-        add("--state", choices=list(runs.states()), metavar="STATE",
-            help=f"{', '.join(runs.states())} (default: open)")  # fmt: skip
-        add(
-            "--older-than",
-            metavar="AGE",
-            help="has waited at least this long: 30m, 12h, 7d",
-        )
-        add("--all", action="store_true", help="all open runs")
-        add_limit(parser, None, help="lines of list (default: 50)")
-        add("--to", default="", metavar="STEP", help="of go-back: the step")
-        add("--value", type=not_blank, metavar="JSON",
-            help="of resume and go-back: the step's argument")  # fmt: skip
-        add("--type", default="", help="its type, if the step takes several")
-        add("--why", default="", help="for the audit, and the reason of cancel")
-        add("--rate", type=float, metavar="N", help="runs a second at most")
-        add("--dry-run", action="store_true", help="print how many, change nothing")
-        add("--json", action="store_true", help="of list and show")
-        add("--database", metavar="ALIAS")
+        names = ("list", "show", *acts.ACTS)
+        actions = parser.add_subparsers(
+            dest="action", required=True, parser_class=VerbParser,
+            metavar="ACTION", help=", ".join(names),
+        )  # fmt: skip
+        for name in names:
+            add = actions.add_parser(name).add_argument
+            add("--database", metavar="ALIAS")
+            add("runs", nargs="+" if name == "show" else "*", type=uuid.UUID,
+                metavar="RUN", help="the id of a run")  # fmt: skip
+            add("--flow", type=not_blank, help="the name of the flow")
+            add("--key", type=not_blank)
+            add("--step", type=not_blank, help="the step that runs next")
+            add("--state", choices=list(runs.states()), metavar="STATE",
+                help=f"{', '.join(runs.states())} (default: open)")  # fmt: skip
+            add("--older-than", type=read_age, metavar="AGE",
+                help="has waited at least this long: 30m, 12h, 7d")  # fmt: skip
+            if name == "list":
+                add("--limit", type=whole_number, default=50, metavar="N")
+            if name in ("list", "show"):
+                add("--json", action="store_true")
+                continue
+            add("--all", action="store_true", help="all open runs")
+            add("--to", type=not_blank, metavar="STEP", required=name == "go-back",
+                help="of go-back: the step")  # fmt: skip
+            add("--value", type=not_blank, metavar="JSON",
+                help="of resume and go-back: the step's argument")  # fmt: skip
+            add("--type", default="", help="its type, if the step takes several")
+            add("--why", default="", help="for the audit, and the reason of cancel")
+            add("--rate", type=float, metavar="N", help="runs a second at most")
+            add("--dry-run", action="store_true", help="print how many")
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = chosen_database(options, Run)
         found = _selected(using, options)
-        limit = options["limit"]
         if options["action"] == "list":
-            limit = 50 if limit is None else limit
             only_open = not (options["state"] or options["runs"])
             none = f"No {'open ' * only_open}run matches."
             none += " --state answered lists ended ones." * only_open
-            self._list(found[:limit], using, none, options["json"])
-        elif limit is not None:
-            raise CommandError("--limit is only for list.")
+            self._list(found[: options["limit"]], using, none, options["json"])
         elif options["action"] == "show":
-            if not options["runs"]:
-                raise CommandError("Which one? Give its id.")
             self._show(found, using, options["json"])
         else:
             self._act(options["action"], found, using, options)
@@ -134,8 +134,6 @@ class Command(BaseCommand):
                 f"To {action} all open runs, say --all. Or give their ids, --flow, "
                 f"--key, --step, --state, --older-than."
             )
-        if action == "go-back" and not options["to"]:
-            raise CommandError("To which step? Give --to STEP.")
         given = acts.Given(
             **{name: options[name] or "" for name in ("why", "value", "type", "to")}
         )
@@ -170,8 +168,8 @@ def _selected(using: str, options: dict[str, Any]) -> models.QuerySet[Run]:
         if options[name]:
             rows = rows.filter(**{name: options[name]})
     if options["older_than"] is not None:
-        age = read_age(options["older_than"])
-        rows = rows.filter(since__lte=Later(-age.total_seconds()))
+        ago = Later(-options["older_than"].total_seconds())
+        rows = rows.filter(since__lte=ago)
     state = options["state"] or ("" if options["runs"] else "open")
     return rows.filter(runs.states()[state]) if state else rows
 

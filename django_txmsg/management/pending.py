@@ -19,7 +19,14 @@ from ..models import BulkOperation, OutboxMessage
 from ..models.fields import local
 from ..models.monitoring import Deed
 from ..sending.pending import cancel_message, reschedule_message
-from .terminal import add_limit, chosen_database, operator, print_list, record, say
+from .terminal import (
+    chosen_database,
+    operator,
+    print_list,
+    record,
+    say,
+    whole_number,
+)
 
 log = logging.getLogger("django_txmsg.pending")
 
@@ -149,7 +156,7 @@ class Bulk(BaseCommand):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
         shown = actions.add_parser("list", help="The newest first.")
-        add_limit(shown, 20)
+        shown.add_argument("--limit", type=whole_number, default=20, metavar="N")
         shown.add_argument("--json", action="store_true")
         for name, text in (
             ("pause", "Stop after the current batch."),

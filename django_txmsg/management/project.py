@@ -24,9 +24,8 @@ from ..http_outbox.installed import MIDDLEWARE, count_middleware
 from ..models import InboxMessage, OutboxMessage
 from ..models.fields import Holds
 from ..models.monitoring import Deed
-from ..monitoring import pausing
 from ..rules.inbox import NEEDS_NEWER_CODE
-from .terminal import chosen_database, not_blank, record, require_home
+from .terminal import chosen_database, not_blank, record, require_stage
 
 _STAGE = """
 from django_txmsg import Message, stage
@@ -194,12 +193,10 @@ class Contracts(BaseCommand):
         elif options["action"] == "bury":
             using = chosen_database(options, InboxMessage)
             stage = options["stage"] or ""
-            if stage and not pausing.is_known(stage, using):
-                raise CommandError(f"There is no stage {stage!r} here.")
             rows = InboxMessage.objects.using(using).filter(Holds(NEEDS_NEWER_CODE))
-            rows = rows.filter(stage=stage) if stage else rows
-            if not rows.exists():
-                require_home(stage, using)
+            if stage:
+                require_stage(stage, rows)
+                rows = rows.filter(stage=stage)
             # First: it is done in many transactions, each of which may be the last.
             of = f"stage {stage}" if stage else "all stages"
             said = f"Bury messages of {of} that need newer code."

@@ -17,13 +17,14 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, OutputWrapper
 from django.db import Error as AnyDatabaseError
 from django.db import OperationalError, connections, router
-from django.db.models import Model
+from django.db.models import Model, QuerySet
 
 from ..envelope.stage_options import UNITS
 from ..errors import TxmsgError
 from ..models import AuditEntry, BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
 from ..monitoring.databases import of_stage
+from ..monitoring.pausing import is_known
 from ..runtime import database_health
 from ..stages import all_stages
 
@@ -180,9 +181,13 @@ def chosen_database(options: Mapping[str, Any], model: type[Model]) -> str:
     return using
 
 
-def require_home(stage: str, using: str) -> None:
-    """Raise CommandError if the stage is declared here with another database, so that
-    its rows are not taken for missing."""
+def require_stage(stage: str, rows: QuerySet[Any]) -> None:
+    """Raise CommandError if the stage has none of these rows, and is unknown or
+    declared here with another database. Otherwise the rows of a misspelt stage, or of a
+    stage elsewhere, would be taken for missing."""
+    rows, using = rows.filter(stage=stage), rows.db
+    if rows.exists():
+        return
     for one in all_stages():
         home = of_stage(one) if one.name == stage else None
         if home not in (None, using):
@@ -190,6 +195,8 @@ def require_home(stage: str, using: str) -> None:
                 f"Stage {stage!r} keeps its rows in database {home!r}: "
                 f"--database {home}"
             )
+    if not is_known(stage, using):
+        raise CommandError(f"There is no stage {stage!r} here.")
 
 
 # Texts, numbers and ages in the options of commands.
@@ -211,19 +218,12 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def add_limit(
-    parser: argparse.ArgumentParser, default: int | None, **options: Any
-) -> None:
-    """Add `--limit` to a command that prints lists."""
-    parser.add_argument(
-        "--limit", type=whole_number, default=default, metavar="N", **options
-    )
-
-
-def require_positive(options: Mapping[str, Any], name: str) -> None:
-    """Raise CommandError if an option is given and less than 1."""
-    if options[name] is not None and options[name] < 1:
-        raise CommandError(f"--{name.replace('_', '-')} must be 1 or more.")
+def positive(text: str) -> int:
+    """Return the value of an option. Refuse anything but a whole number of at least
+    1."""
+    if whole_number(text) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return int(text)
 
 
 #: Days of the longest age. A database cannot store every earlier instant.
@@ -231,14 +231,18 @@ LONGEST = 36_500
 
 
 def read_age(text: str) -> dt.timedelta:
-    """Read an age like 30m, 12h or 7d. Raises CommandError for any other form, and for
-    an age of more than a hundred years."""
+    """Return the value of an option, an age like 30m, 12h or 7d. Refuse any other form,
+    and an age of more than a hundred years."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
-        raise CommandError(f"{text!r} is not an age: write one like 30m, 12h or 7d.")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an age: write one like 30m, 12h or 7d"
+        )
     days = float(match[1]) * (UNITS | {"w": 7 * UNITS["d"]})[match[2]] / UNITS["d"]
     if days > LONGEST:
-        raise CommandError(f"{text!r} is too long: at most {LONGEST}d are possible.")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is too long: at most {LONGEST}d are possible"
+        )
     return dt.timedelta(days=days)
 
 

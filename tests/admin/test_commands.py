@@ -293,8 +293,7 @@ def test_an_error_is_noted_on_muted_and_unmuted() -> None:
 def test_a_note_takes_no_option_that_it_ignores(action: str, more: list[str]) -> None:
     letter = factories.DeadLetterFactory()
     chosen = ["--fingerprint", letter.fingerprint, "--text", "Ticket 7."]
-    what = "ids" if more == ["1"] else more[0]
-    with pytest.raises(CommandError, match=f"it takes no {what}\\."):
+    with pytest.raises(CommandError, match=f"unrecognized arguments: {more[0]}"):
         run("dead_letters", action, *more, *chosen)
     assert not FailureNote.objects.exists()
 
@@ -363,15 +362,14 @@ BLANK = ("--search", "--destination", "--fingerprint", "--reason")
         (["redeliver", "--all", "--older-than", "soon"], "30m, 12h or 7d"),
         (["redeliver", "--older-than", "9999999d"], "too long"),
         (["redeliver", "--all", "--rate", "0"], "greater than zero"),
-        (["show"], "Which one"),
-        (["note", "--text", "x"], "Which error"),
-        (["note", "--fingerprint", "x"], "Give the note"),
+        (["show"], "required: ID"),
+        (["note", "--text", "x"], "required: --fingerprint"),
+        (["note", "--fingerprint", "x"], "required: --text"),
         (["mute", "--fingerprint", "feedfacefeedface"], "why this error is muted"),
         *((["discard", name, " "], "is blank") for name in BLANK),
-        (["discard", "--all", "--limit", "1"], "only for list"),
-        (["redeliver", "--all", "--tolerate", "0"], "only for --one-first"),
-        (["note", "--fingerprint", "x", "--text", "t", "--for", "8h"], "only for mute"),
-        (["unmute", "--fingerprint", "x", "--above", "0"], "only for mute"),
+        (["discard", "--all", "--limit", "1"], "unrecognized"),
+        (["note", "--fingerprint", "x", "--text", "t", "--for", "8h"], "unrecognized"),
+        (["unmute", "--fingerprint", "x", "--above", "0"], "unrecognized"),
         (["discard", "--older-than", ""], "not an age"),
         (["discard", "--all", "--shown", ""], "Not a token"),
         (["discard", "--all", "--database", ""], "No database ''"),
@@ -467,7 +465,7 @@ def test_a_misspelt_stage_is_no_stage_without_dead_letters() -> None:
     factories.DeadLetterFactory(stage="long.gone", discarded=True)
 
     for action in ("list", "discard", "redeliver"):
-        with pytest.raises(CommandError, match=r"No stage 'nope'; known: mail\.send\."):
+        with pytest.raises(CommandError, match="There is no stage 'nope' here"):
             run("dead_letters", action, "--stage", "nope")
     assert "Restored 1" in run("dead_letters", "restore", "--stage", "long.gone")
     assert "0 open" in run("dead_letters", "list", "--stage", "")
@@ -651,7 +649,6 @@ def test_a_stage_is_paused_and_resumed_on_the_terminal() -> None:
     ("words", "said"),
     [
         ("dead_letters groups", "0 open dead letters."),
-        ("txmsg alerts list", "There is no such alert."),
         ("txmsg audit --by nobody", "There is no such entry."),
         ("txmsg bulk list", "There is no bulk operation."),
     ],

@@ -329,7 +329,7 @@ def test_a_lake_leaves_the_message_log_to_the_archive() -> None:
 
 
 def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(CommandError, match="--batch-size must be 1 or more"):
+    with pytest.raises(CommandError, match="--batch-size: must be 1 or more"):
         prune("--batch-size", "0")
 
 

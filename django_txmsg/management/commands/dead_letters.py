@@ -10,7 +10,7 @@ import argparse
 import base64
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -24,15 +24,12 @@ from ...dead_letters import bulk, masking, selection
 from ...dead_letters.selection import Shown
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk_operation import PAST, BulkKind, BulkState
-from ...models.dead_letter import Resolution
 from ...models.fields import clock, local
 from ...models.monitoring import Deed
 from ...monitoring import databases, dead, turns
 from ...monitoring.alarms import listed
-from ...stages import all_stages
 from ..terminal import (
     DatabaseCommand,
-    add_limit,
     chosen_database,
     not_blank,
     operator,
@@ -41,10 +38,11 @@ from ..terminal import (
     printable_lines,
     read_age,
     record,
-    require_home,
+    require_stage,
     values,
     whole_number,
 )
+from ..verb_parser import VerbParser
 
 
 class Report:
@@ -199,25 +197,11 @@ def _place(letter: DeadLetter) -> str:
     return str(task or dead.place(letter.stage, letter.destination, letter.reason))
 
 
-_FLAGS = {
-    "--all": "all there are",
-    "--again": "died again after a redelivery",
-    "--one-first": "redeliver one; when a consumer has processed it, 10, 100, the rest",
-    "--force": "redeliver also messages that their stage has processed since; discard "
-    "also undos in doubt whose stage is not declared here; the bulk operation records "
-    "who did so",
-    "--dry-run": "print how many, and a token for --shown",
-    "--json": "print JSON",
-}
-_CHANGING = ("redeliver", "discard", "restore")
-_NOTING = ("note", "mute", "unmute")
 #: Most chosen dead letters that are named because an action leaves them.
 _LEFT = 10
-#: What a note would ignore, because it is about an error.
-_NOT_FOR_NOTES = (
-    "ids", "--dry-run", "--stage", "--destination", "--reason", "--older-than",
-    "--again", "--operation", "--search", "--all", "--shown", "--rate", "--force",
-)  # fmt: skip
+
+_CHANGING = ("redeliver", "discard", "restore")
+_NOTING = ("note", "mute", "unmute")
 
 
 class Command(DatabaseCommand):
@@ -226,86 +210,49 @@ class Command(DatabaseCommand):
     help = "Lists, shows, redelivers, discards and restores dead letters."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "action",
-            choices=["list", "groups", "show", *_CHANGING, *_NOTING], metavar="ACTION",
-            help="list, groups, show, redeliver, discard, restore, note, mute, unmute",
+        names = ("list", "groups", "show", *_CHANGING, *_NOTING)
+        actions = parser.add_subparsers(
+            dest="action", required=True, parser_class=VerbParser,
+            metavar="ACTION", help=", ".join(names),
         )  # fmt: skip
-        parser.add_argument(
-            "ids", nargs="*", default=[], metavar="ID",
-            help="of a dead letter or of a message",
-        )  # fmt: skip
-        for name, text in _FLAGS.items():
-            parser.add_argument(name, action="store_true", help=text)
-        parser.add_argument("--stage", help="the stage that gave up ('': the relay)")
-        parser.add_argument("--destination", type=not_blank)
-        parser.add_argument("--fingerprint", type=not_blank, help="of the error")
-        parser.add_argument("--reason", type=not_blank, help="why it was buried")
-        parser.add_argument("--text", help="of note and mute: what is known")
-        parser.add_argument(
-            "--for",
-            dest="duration",
-            metavar="AGE",
-            help="of mute: it ends after 8h, 7d",
-        )
-        parser.add_argument(
-            "--above", type=whole_number, metavar="N",
-            help="of mute: it does not apply while more than N are open",
-        )  # fmt: skip
-        parser.add_argument(
-            "--older-than",
-            metavar="AGE",
-            help="buried at least this long ago: 30m, 12h, 7d",
-        )
-        parser.add_argument(
-            "--operation", type=whole_number, metavar="N",
-            help="the last bulk operation that changed them",
-        )  # fmt: skip
-        parser.add_argument(
-            "--search", type=not_blank, help="message id, correlation id or key"
-        )
-        add_limit(parser, None, help="of list and groups (default: 50)")
-        parser.add_argument("--why", default="", help="kept with the bulk operation")
-        parser.add_argument("--rate", type=float, help="messages a second at most")
-        parser.add_argument(
-            "--tolerate", type=whole_number, metavar="N",
-            help="of --one-first: stop when more than N have died again (default: 0)",
-        )  # fmt: skip
-        parser.add_argument(
-            "--shown", metavar="TOKEN",
-            help="the token of a --dry-run: change exactly the dead letters it "
-                 "counted, or none",
-        )  # fmt: skip
-        parser.add_argument("--database", metavar="ALIAS")
+        for name in names:
+            add = actions.add_parser(name).add_argument
+            add("--database", metavar="ALIAS")
+            if name in _NOTING:
+                _add_note(add, name)
+                continue
+            _add_selection(add, "+" if name == "show" else "*")
+            if name in _CHANGING:
+                _add_change(add, name)
+            elif name != "show":
+                add("--limit", type=whole_number, default=50, metavar="N")
 
     def handle(self, *args: Any, **options: Any) -> None:
         action = options["action"]
-        _require_use(action, options)
         using = chosen_database(options, DeadLetter)
+        if action in _NOTING:
+            self._note(action, using, options)
+            return
         report = Report(self.stdout, as_json=options["json"])
         filters = self._filters(using, options)
-        if action in ("list", "groups"):
-            opened = selection.matching("redeliver", filters, using=using)
-            show = report.letters if action == "list" else report.groups
-            show(opened, 50 if options["limit"] is None else options["limit"])
-            # Ids and operations have numbers of their own in each database.
-            numbered = options["ids"] or options["operation"] is not None
-            if not (options["json"] or options["database"] or numbered):
-                report.elsewhere(filters, using)
-        elif action == "show":
-            if not options["ids"]:
-                raise CommandError("Which one? Give its id or its message's id.")
-            found = selection.filtered(filters, using=using).order_by("pk")
-            report.shown(found.iterator(chunk_size=1))
-        elif action in _NOTING:
-            self._note(action, using, options)
-        else:
+        if action in _CHANGING:
             if not filters and not options["all"]:
                 raise CommandError(
                     f"To {action} all dead letters, say --all. Or give ids, "
                     f"--stage, --fingerprint, --older-than, --reason."
                 )
             self._change(action, filters, using, options, report)
+        elif action == "show":
+            found = selection.filtered(filters, using=using).order_by("pk")
+            report.shown(found.iterator(chunk_size=1))
+        else:
+            opened = selection.matching("redeliver", filters, using=using)
+            show = report.letters if action == "list" else report.groups
+            show(opened, options["limit"])
+            # Ids and operations have numbers of their own in each database.
+            numbered = options["ids"] or options["operation"] is not None
+            if not (options["json"] or options["database"] or numbered):
+                report.elsewhere(filters, using)
 
     def _filters(self, using: str, options: dict[str, Any]) -> dict[str, Any]:
         names = (
@@ -315,32 +262,14 @@ class Command(DatabaseCommand):
         if options["again"]:
             filters["again"] = True
         if options["older_than"] is not None:
-            filters["before"] = (
-                clock(using) - read_age(options["older_than"])
-            ).isoformat()
+            filters["before"] = (clock(using) - options["older_than"]).isoformat()
         if options["ids"]:
             filters["ids"] = self._ids(using, options["ids"])
         if options["all"] and filters:
             raise CommandError("--all cannot be combined with ids or filters.")
         if options["stage"]:
-            self._require_stage(options["stage"], using)
+            require_stage(options["stage"], DeadLetter.objects.using(using))
         return filters
-
-    def _require_stage(self, name: str, using: str) -> None:
-        """Raise CommandError for an unknown stage, so that a misspelt name does not
-        look like a stage without dead letters."""
-        letters = DeadLetter.objects.using(using)
-        if letters.filter(stage=name).exists():
-            return
-        require_home(name, using)
-        known = {one.name for one in all_stages()}
-        if name in known:
-            return
-        opened = letters.filter(resolution=Resolution.OPEN).exclude(stage="")
-        known |= set(opened.order_by().values_list("stage", flat=True).distinct()[:50])
-        raise CommandError(
-            f"No stage {name!r}; known: {', '.join(sorted(known)) or 'none'}."
-        )
 
     def _ids(self, using: str, given: list[str]) -> list[int]:
         letters = DeadLetter.objects.using(using)
@@ -363,18 +292,13 @@ class Command(DatabaseCommand):
         return found
 
     def _note(self, action: str, using: str, options: dict[str, Any]) -> None:
-        if not options["fingerprint"]:
-            raise CommandError(f"Which error to {action}? Give its --fingerprint.")
-        if action == "note" and options["text"] is None:
-            raise CommandError("Give the note as --text.")
-        length = options["duration"]
         with transaction.atomic(using=using):
             note = FailureNote.objects.db_manager(using).keep(
                 options["fingerprint"],
                 note=options["text"],
                 muted=None if action == "note" else action == "mute",
-                duration=None if length is None else read_age(length),
-                above=options["above"],
+                duration=options.get("duration"),
+                above=options.get("above"),
                 by=f"command: {operator()}",
             )
             verb = {"note": "Noted on", "mute": "Muted", "unmute": "Unmuted"}[action]
@@ -420,6 +344,9 @@ class Command(DatabaseCommand):
                 self.stderr.write(f"Would not {action}: {named}.")
             return
         token, why = options["shown"], options["why"]
+        tolerates = options.get("tolerate")
+        if tolerates is None and options.get("one_first"):
+            tolerates = 0
         with transaction.atomic(using=using):
             operation = bulk.start(
                 BulkKind(action),
@@ -430,25 +357,23 @@ class Command(DatabaseCommand):
                 force=options["force"],
                 rate=options["rate"],
                 shown=None if token is None else Shown.parse(token),
-                tolerates=(options["tolerate"] or 0) if options["one_first"] else None,
+                tolerates=tolerates,
             )
             record(
                 using,
                 Deed(action),
                 f"{action.capitalize()} {operation.subject}"
                 f"{operation.forced}"
-                f"{', one first' if options['one_first'] else ''}; "
+                f"{', one first' if tolerates is not None else ''}; "
                 f"filter: {selection.filter_text(filters)}"
                 f"{f'; why: {why}' if why else ''}.",
                 operation=operation,
             )
         try:
-            bulk.finish(operation, on_batch=self._progress)
+            bulk.finish(operation)
         except KeyboardInterrupt:
             BulkOperation.objects.db_manager(using).cancel(operation.pk)
             operation.refresh_from_db(using=using)
-        if self.stderr.isatty():
-            self.stderr.write("")
         report.operation(operation)
         if operation.stopped_why:
             raise CommandError(
@@ -462,29 +387,67 @@ class Command(DatabaseCommand):
         if undone:
             raise CommandError(f"Not {PAST[action].lower()}: {', '.join(undone)}.")
 
-    def _progress(self, operation: BulkOperation) -> None:
-        if not self.stderr.isatty():
-            return
-        handled = operation.done + operation.skipped
-        share = min(1.0, handled / operation.total) if operation.total else 1.0
-        bar = "#" * round(share * 40)
-        self.stderr.write(f"\r[{bar:<40}] {handled} of {operation.total}", ending="")
+
+def _add_selection(add: Callable[..., Any], ids: str) -> None:
+    """Add the options that select dead letters."""
+    add("ids", nargs=ids, metavar="ID", help="of a dead letter or of a message")
+    add("--all", action="store_true", help="all there are")
+    add("--stage", help="the stage that gave up ('': the relay)")
+    add("--destination", type=not_blank)
+    add("--fingerprint", type=not_blank, help="of the error")
+    add("--reason", type=not_blank, help="why it was buried")
+    add(
+        "--older-than", type=read_age, metavar="AGE",
+        help="buried at least this long ago: 30m, 12h, 7d",
+    )  # fmt: skip
+    add("--again", action="store_true", help="died again after a redelivery")
+    add(
+        "--operation", type=whole_number, metavar="N",
+        help="the last bulk operation that changed them",
+    )  # fmt: skip
+    add("--search", type=not_blank, help="message id, correlation id or key")
+    add("--json", action="store_true", help="print JSON")
 
 
-def _require_use(action: str, options: dict[str, Any]) -> None:
-    """Raise CommandError if an option is given that the action would ignore."""
-    about = f"{action} is about the error of a --fingerprint: it takes no "
-    for name, used, what in (
-        ("limit", action in ("list", "groups"), "--limit is only for list and groups."),
-        ("duration", action == "mute", "--for is only for mute."),
-        ("above", action == "mute", "--above is only for mute."),
-        ("one_first", action == "redeliver", "--one-first is only for redeliver."),
-        ("tolerate", options["one_first"], "--tolerate is only for --one-first."),
-        *(
-            (one.lstrip("-").replace("-", "_"), action not in _NOTING, f"{about}{one}.")
-            for one in _NOT_FOR_NOTES
-        ),
-    ):
-        given = options[name]
-        if given is not None and given is not False and given != [] and not used:
-            raise CommandError(what)
+def _add_change(add: Callable[..., Any], action: str) -> None:
+    add(
+        "--dry-run", action="store_true",
+        help="print how many, and a token for --shown",
+    )  # fmt: skip
+    add(
+        "--shown", metavar="TOKEN",
+        help="the token of a --dry-run: change exactly the dead letters it counted, "
+             "or none",
+    )  # fmt: skip
+    add("--why", default="", help="kept with the bulk operation")
+    add("--rate", type=float, help="messages a second at most")
+    add(
+        "--force", action="store_true",
+        help="redeliver also messages that their stage has processed since; discard "
+             "also undos in doubt whose stage is not declared here; the bulk operation "
+             "records who did so",
+    )  # fmt: skip
+    if action == "redeliver":
+        add(
+            "--one-first", action="store_true",
+            help="redeliver one; when a consumer has processed it, 10, 100, the rest",
+        )  # fmt: skip
+        add(
+            "--tolerate", type=whole_number, metavar="N",
+            help="like --one-first, and stop when more than N have died again "
+                 "(without it: 0)",
+        )  # fmt: skip
+
+
+def _add_note(add: Callable[..., Any], action: str) -> None:
+    add("--fingerprint", type=not_blank, required=True, help="of the error")
+    add("--text", required=action == "note", help="what is known")
+    if action == "mute":
+        add(
+            "--for", dest="duration", type=read_age, metavar="AGE",
+            help="it ends after 8h, 7d",
+        )  # fmt: skip
+        add(
+            "--above", type=whole_number, metavar="N",
+            help="it does not apply while more than N are open",
+        )  # fmt: skip

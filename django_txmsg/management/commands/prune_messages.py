@@ -13,7 +13,7 @@ from ...monitoring import retention
 from ..terminal import (
     DatabaseCommand,
     chosen_database,
-    require_positive,
+    positive,
     require_tables,
     say,
 )
@@ -28,7 +28,7 @@ class Command(DatabaseCommand):
         parser.add_argument("--dry-run", action="store_true", help="say how many")
         parser.add_argument(
             "--batch-size",
-            type=int,
+            type=positive,
             default=retention.BATCH_SIZE,
             metavar="N",
             help="rows of a transaction at most (default: %(default)s)",
@@ -36,7 +36,6 @@ class Command(DatabaseCommand):
         parser.add_argument("--database", metavar="ALIAS")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_positive(options, "batch_size")
         home = chosen_database(options, OutboxMessage)
         for kind, using in retention.places(options["database"]):
             name = kind.name
@@ -49,12 +48,8 @@ class Command(DatabaseCommand):
                 number = retention.count(kind, using)
                 self.stdout.write(f"{name}: {number} would be deleted.")
             else:
-                number, size = 0, options["batch_size"]
-                for deleted in retention.prune(kind, using, batch_size=size):
-                    number += deleted
-                    self._progress(name, number)
-                if self.stderr.isatty():
-                    self.stderr.write("\r\x1b[K", ending="")
+                size = options["batch_size"]
+                number = sum(retention.prune(kind, using, batch_size=size))
                 self._say(options, f"{name}: {number} deleted.")
 
     def _say(self, options: dict[str, Any], line: str) -> None:
@@ -69,8 +64,3 @@ class Command(DatabaseCommand):
         home = using == router.db_for_write(OutboxMessage)
         job = "archive" if home else f"--database {using} archive"
         return f"left to `manage.py pipeline {job}`, which keeps them in {where}"
-
-    def _progress(self, name: str, deleted: int) -> None:
-        if self.stderr.isatty():
-            self.stderr.write(f"\r{name}: {deleted:,} deleted", ending="")
-            self.stderr.flush()

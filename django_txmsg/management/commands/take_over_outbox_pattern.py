@@ -27,7 +27,7 @@ from ...models import InboxMessage, OutboxMessage
 from ...relaying import dispatcher
 from ...sending.outbox import send_message
 from ...stages import Stage, all_stages
-from ..terminal import DatabaseCommand, chosen_database, require_positive
+from ..terminal import DatabaseCommand, chosen_database, positive
 
 FAILED, SCHEDULED, SUCCEEDED = -1, 1, 2
 _APPS = Apps()  # no tables of ours: no migration is made for them
@@ -98,12 +98,11 @@ class Command(DatabaseCommand):
             help="send also what it has given up: failed, or past its expires_at",
         )  # fmt: skip
         parser.add_argument("--dry-run", action="store_true")
-        parser.add_argument("--batch-size", type=int, default=500, metavar="N")
+        parser.add_argument("--batch-size", type=positive, default=500, metavar="N")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["broker"] not in conf.get().BROKERS:
             raise CommandError(f"No broker {options['broker']!r} under BROKERS.")
-        require_positive(options, "batch_size")
         if not all("=" in one for one in options["rename"]):
             raise CommandError("--rename takes OLD=NEW.")
         using = chosen_database(options, OutboxMessage)
