@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from django.apps import AppConfig
 from django.utils.module_loading import autodiscover_modules
@@ -35,47 +33,29 @@ class TxmsgConfig(AppConfig):
         try:
             autodiscover_modules("stages")
         except Exception as error:
-            _tell_briefly(error)
+            if _starts_command():
+                sys.exit(_report(error))
             raise
         with suppress(errors.ConfigurationError):  # `check` reports it
             if conf.get().FLOWS.BATCHES:
                 from .flows import batches  # noqa: F401 - declares itself
 
 
-def _tell_briefly(error: Exception) -> None:
-    """Shorten the report of `error`, which was raised while Django started. If a
-    command ends because of this error, the command prints the line of code to correct,
-    and no traceback.
+def _starts_command() -> bool:
+    """Return whether Django starts for a command that this error ends. Such a command
+    prints the line of code to correct, and no traceback.
 
     The whole traceback is still printed with `--traceback`, in servers, in tests, and
     if another tool, such as Sentry, reports uncaught errors.
     """
-    starts_command = any(
-        frame.f_globals.get("__name__") == "django.core.management"
-        for frame, _ in traceback.walk_stack(None)
+    commands = "django.core.management"
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return (
+        any(frame.f_globals.get("__name__") == commands for frame in frames)
+        and sys.excepthook is sys.__excepthook__
+        # `runserver` waits until the error is mended.
+        and not {"--traceback", "runserver"} & {*sys.argv}
     )
-    own_hook = sys.excepthook is sys.__excepthook__
-    if not starts_command or not own_hook or "--traceback" in sys.argv:
-        return
-
-    report = _report(error)
-
-    def ended(
-        kind: type[BaseException], raised: BaseException, trace: TracebackType | None
-    ) -> None:
-        if raised is error:
-            sys.stderr.write(report)
-        else:
-            sys.__excepthook__(kind, raised, trace)
-
-    def thread_ended(ending: threading.ExceptHookArgs) -> None:
-        # `runserver` raises it again in its thread, and waits until it is mended.
-        if ending.exc_value is error:
-            sys.stderr.write(report)
-        else:
-            threading.__excepthook__(ending)
-
-    sys.excepthook, threading.excepthook = ended, thread_ended
 
 
 def _report(error: Exception) -> str:
