@@ -70,7 +70,7 @@ def django(
     import django as framework
 
     framework.setup()
-    from django_txmsg.management.commands._process import stay_light
+    from django_txmsg.management.commands._workers import stay_light
 
     stay_light()
     call_command("migrate", verbosity=0)

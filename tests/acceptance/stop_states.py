@@ -28,7 +28,7 @@ from django_txmsg.envelope.failure import Failure
 from django_txmsg.envelope.message import Message, new_id
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.http_outbox.control_message import ControlMessage
-from django_txmsg.management.commands import _process
+from django_txmsg.management.commands import _workers
 from django_txmsg.models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_messages
@@ -44,7 +44,7 @@ COUNT = 6
 
 def declare() -> None:
     """Declare a stage that behaves as the test has set in STOP_SCRIPT."""
-    _process.PATIENCE = 4.0
+    _workers.PATIENCE = 4.0
     script = json.loads(os.environ["STOP_SCRIPT"])
     go = Path(script["go"])
     pause = threading.Event()

@@ -455,7 +455,7 @@ def test_a_locked_table_keeps_one_scrape_and_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prometheus gives up, and asks again."""
-    monkeypatch.setattr("django_txmsg.management.commands._workers.PATIENCE", 0.1)
+    monkeypatch.setattr("django_txmsg.management.commands._workers.TURN", 0.1)
     server = HttpServer("127.0.0.1:0", lambda within: "")
     where = f"http://127.0.0.1:{server.server_address[1]}"
     table = OutboxMessage._meta.db_table

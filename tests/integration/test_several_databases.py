@@ -22,7 +22,7 @@ from django_txmsg.dead_letters import bulk
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.stage_options import TransactionMode
 from django_txmsg.errors import InvalidMessage
-from django_txmsg.management.commands import _process
+from django_txmsg.management.commands import _workers
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage, Worker
 from django_txmsg.models.fields import clock
 from django_txmsg.monitoring import databases
@@ -124,7 +124,7 @@ def test_heartbeats_continue_while_another_database_does_not_answer(
         txmsg(CONSUME={"HEARTBEAT": 0.1}),
         silent(),
         keeping_time([Charts(["other", "default"])], relay.stop),
-        _process.heartbeat(relay, relay.stop),
+        _workers.heartbeat(relay, relay.stop),
     ):
         wait_until(own.exists)
         since = clock("default") + dt.timedelta(seconds=1)
@@ -132,7 +132,7 @@ def test_heartbeats_continue_while_another_database_does_not_answer(
 
 
 def test_relay_once_dispatches_while_another_database_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = connections["other"].settings_dict["OPTIONS"]
     tick = {"EVERY": "1 0 1 1 *", "DESTINATION": "tests.second", "USING": "other"}
@@ -141,8 +141,9 @@ def test_relay_once_dispatches_while_another_database_does_not_answer(
     with txmsg(SCHEDULE={"there": tick}), silent():
         with transaction.atomic():
             send_message("tests.first", None)
-        with pytest.raises(CommandError, match=r"Dispatched 1 message.*locked"):
-            call_command("relay", "--once", verbosity=0)
+        with pytest.raises(CommandError, match="locked"):
+            call_command("relay", "--once")
+    assert "Dispatched 1 message" in capsys.readouterr().out
     connections["other"].close()
 
 

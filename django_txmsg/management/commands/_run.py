@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from django.apps import apps
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand
 from django.core.management.color import Style
-from django.db import Error as AnyDatabaseError
 
 from ... import conf, signals
 from ...consuming.consumer import Consumer
-from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
 from ...monitoring.alerting import Alerting
 from ...monitoring.databases import with_only_queues, with_tables
@@ -35,9 +33,8 @@ from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
 from ..terminal import SEARCHED, printable, require_tables, say
 from . import _supervisor
-from ._process import heartbeat
 from ._supervisor import Slot, Supervisor
-from ._workers import add_arguments, not_served, working
+from ._workers import add_arguments, heartbeat, not_served, working
 
 #: Seconds that a child has to finish its messages.
 GRACE = 10.0
@@ -275,13 +272,7 @@ class Command(BaseCommand):
                 lines = Lines(self._line, self.style, consumed)
                 stack.enter_context(lines.printing())
             stack.enter_context(heartbeat(service.relay, service.stop))
-            try:
-                service.run()
-            except (TxmsgError, AnyDatabaseError) as error:
-                raise CommandError(
-                    f"It ended: {str(error).rstrip('.')}. Messages not dispatched "
-                    "stay in the outbox, messages not processed with their broker."
-                ) from error
+            service.run()
 
     def _introduce(
         self, databases: Sequence[str], brokers: Sequence[str], stages: Sequence[Stage]

@@ -1,37 +1,163 @@
-"""The options that all long-running commands share: `--processes` and `--http`."""
+"""What all long-running commands share: the options `--processes` and `--http`, signals
+and memory.
+
+After a signal, the process finishes the messages in progress and ends. A handler may
+take as long as it needs. Once no handler is running, the process has `PATIENCE` seconds
+to end. If the process has not ended by then, it must be waiting for a server that does
+not answer. So it exits immediately, and other processes take over its unfinished
+messages.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import ctypes
+import gc
 import logging
 import os
+import select
+import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from django.core.management.base import CommandError
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, InterfaceError, connections, router
+from django.db import Error as AnyDatabaseError
 
 from ... import metrics
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, TxmsgError
 from ...metrics import of_database, of_processes
+from ...models import Worker
 from ...monitoring import process_states
 from ...monitoring.databases import left_out
+from ...monitoring.presence import Presence
 from ...monitoring.process_states import WITHIN
+from ...relaying.relay import Relay
 from ...runtime import liveness
+from ...runtime.connections import LARGE
 from ...runtime.thread_group import start_daemon
+from ...sending.scope import handlers_running
 from ..terminal import say
 from . import _supervisor
-from ._process import return_memory, stay_light, stop_on_signals
 from ._supervisor import Supervisor, cores, log
+
+#: Seconds that a stopping process waits for servers, once no handler is running.
+PATIENCE = 15.0
+#: The parameter of glibc's mallopt(): the size from which a block of memory is the
+#: system's again as soon as it is freed.
+M_MMAP_THRESHOLD = -3
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
+    """On the first SIGTERM or SIGINT, call `stop` in another thread. On the second, end
+    the process. A child process obeys only SIGTERM, and ends with its parent."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals: Sequence[signal.Signals] = SIGNALS
+    if _supervisor.is_child():
+        # A terminal sends Ctrl-C and its hang-up to all: the parent decides for them.
+        signals = [signal.SIGTERM]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with _supervisor.signals_read(signals) as reading:
+        # A main thread that waits in C, for a database or a name server, runs no signal
+        # handler. This thread ends with the block, which closes the socket's other end.
+        start_daemon("txmsg-signals", _obey, reading.dup(), signals, stop, stderr)
+        yield
+
+
+def _obey(
+    reading: socket.socket,
+    signals: Collection[int],
+    stop: Callable[[], None],
+    stderr: Any,
+) -> None:
+    """Call `stop` on the first signal, or when the parent has ended. Exit on the second
+    signal. Also exit if the process has not ended `PATIENCE` seconds after the end of
+    its last handler, because the process then waits for a server that does not
+    answer."""
+    sources = [reading.fileno(), *_supervisor.parent_pipe()]
+    pause: float | None = None  # until it stops
+    seen, since = 0, 0.0
+    with reading:
+        while True:
+            ready = select.select(sources, [], [], pause)[0]
+            numbers: list[int] = []
+            if reading.fileno() in ready:
+                read = reading.recv(64)
+                if not read:
+                    return  # the block has ended
+                numbers = [number for number in read if number in signals]
+                seen += len(numbers)
+                if seen > 1:
+                    os._exit(128 + numbers[-1])
+            if pause is None:
+                if not numbers and ready == sources[:1]:
+                    continue  # a signal of somebody else
+                pause, sources = 0.2, sources[:1]
+                liveness.stopping()
+                stop()
+                since = time.monotonic()
+            if numbers:
+                say(
+                    stderr,
+                    "Stopping after the messages in progress. Press Ctrl-C again to "
+                    "quit now.",
+                )
+            if handlers_running():
+                since = time.monotonic()
+            elif time.monotonic() - since > PATIENCE:
+                waiting = sorted(one.name for one in threading.enumerate())
+                say(
+                    stderr,
+                    f"Stopped without an answer after {PATIENCE:g} s. The messages in "
+                    f"progress are delivered again. Waiting threads: "
+                    f"{', '.join(waiting)}.",
+                )
+                os._exit(0)
+
+
+def stay_light() -> None:
+    """Exclude all existing objects from garbage collection, and collect less often.
+
+    Without this, a busy relay spends a third of its time on traversing these objects.
+    By default, Python also searches for reference cycles after every 700 new objects.
+    That takes a tenth of the remaining time, although a batch creates no cycles.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, *gc.get_threshold()[1:])
+
+
+def return_memory() -> None:
+    """Make the C library return the memory of large bodies to the system as soon as the
+    memory is free.
+
+    By default, glibc keeps such memory for each thread. A consumer with four threads
+    kept 250 MiB. Nothing is changed if the C library is not glibc, or if the user has
+    set a limit.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        with suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
+
+
+def heartbeat(relay: Relay, stop: Callable[[], None]) -> AbstractContextManager[None]:
+    """Send heartbeats of a relay's process while the block runs. If the thread fails,
+    `stop` is called, and the error is raised."""
+    presence = Presence("relay", router.db_for_write(Worker))
+    return presence.beating(lambda: relay.in_flight, stop)
+
 
 # `--http HOST:PORT`: `/alive`, `/ready` and `/metrics` of a worker.
 
@@ -42,7 +168,7 @@ TIMEOUT = 10.0
 MOST = 32
 
 #: Seconds that a request for metrics waits for an earlier one.
-PATIENCE = 5.0
+TURN = 5.0
 
 
 class HttpServer(ThreadingHTTPServer):
@@ -155,9 +281,9 @@ class Handler(BaseHTTPRequestHandler):
         # A worker's own counts are useful while the database is away. If an earlier
         # request still waits for the database, a further one would only take one more
         # connection.
-        if self.server.querying.acquire(timeout=PATIENCE):
+        if self.server.querying.acquire(timeout=TURN):
             try:
-                with contextlib.suppress(DatabaseError, InterfaceError):
+                with suppress(DatabaseError, InterfaceError):
                     text += of_database()
             finally:
                 self.server.querying.release()
@@ -187,6 +313,8 @@ def address_of(text: str) -> tuple[str, int]:
         )
     return host.strip("[]"), int(port)
 
+
+# The options, and what a command runs in.
 
 MULTIPROC = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -264,7 +392,7 @@ def working(
     HTTP. The parent of `--processes` answers HTTP for its children.
 
     In that parent, run the children instead, and exit. So check the command's other
-    options before.
+    options before. Raises CommandError if the block ends because of an error.
     """
     _supervise(options, stderr)
     return_memory()
@@ -279,7 +407,13 @@ def working(
             if not _supervisor.is_child() or options.get("reload"):
                 server = HttpServer(options["http"], alive)
                 stack.enter_context(server.answering(stderr))
-        yield
+        try:
+            yield
+        except (TxmsgError, AnyDatabaseError) as error:
+            raise CommandError(
+                f"It ended: {str(error).rstrip('.')}. Messages not dispatched stay in "
+                f"the outbox, messages not processed with their broker."
+            ) from error
 
 
 def alive(within: float) -> str:

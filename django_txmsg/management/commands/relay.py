@@ -7,10 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import Error as AnyDatabaseError
 
 from ... import conf
-from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
 from ...monitoring.alerting import Alerting
 from ...monitoring.databases import with_only_queues, with_tables
@@ -18,9 +16,8 @@ from ...monitoring.periods import Charts
 from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time, ticked
 from ...scheduling.timekeeper import Timekeeper
-from ..terminal import require_positive, require_tables, say
-from ._process import heartbeat
-from ._workers import add_arguments, not_served, working
+from ..terminal import positive, require_tables, say
+from ._workers import add_arguments, heartbeat, not_served, working
 
 
 class Command(BaseCommand):
@@ -32,7 +29,7 @@ class Command(BaseCommand):
         parser.add_argument(
             "--once", action="store_true", help="end when nothing is due"
         )
-        parser.add_argument("--batch-size", type=int, metavar="N")
+        parser.add_argument("--batch-size", type=positive, metavar="N")
         parser.add_argument(
             "--database", action="append", metavar="ALIAS", help="may be repeated"
         )
@@ -42,7 +39,6 @@ class Command(BaseCommand):
         add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_positive(options, "batch_size")
         databases = options["database"] or with_tables()
         others = "" if options["database"] else not_served(databases)
         if others and options["verbosity"] > 0:
@@ -54,10 +50,9 @@ class Command(BaseCommand):
         require_tables(*databases, *with_only_queues(*brokers), waits=True)
         relay = Relay(databases, brokers, batch_size=options["batch_size"])
         time_loops = [Timekeeper(databases), Deadlines(databases)]
-        beating = heartbeat(relay, relay.stop)
         with ExitStack() as stack:
             stack.enter_context(working(relay.stop, options, self.stderr))
-            stack.enter_context(beating)
+            stack.enter_context(heartbeat(relay, relay.stop))
             if not options["once"]:
                 loops = [*time_loops, Alerting(databases), Charts(databases)]
                 stack.enter_context(keeping_time(loops, relay.stop))
@@ -69,13 +64,9 @@ class Command(BaseCommand):
             try:
                 with ticked(time_loops if options["once"] else []):
                     relay.run(once=options["once"])
-            except (TxmsgError, AnyDatabaseError) as error:
-                raise CommandError(
-                    f"{_summary(relay)} The relay ended: {str(error).rstrip('.')}. "
-                    "Messages not dispatched stay in the outbox."
-                ) from error
-        if options["verbosity"] > 0:
-            say(self.stdout, _summary(relay))
+            finally:
+                if options["verbosity"] > 0:
+                    say(self.stdout, _summary(relay))
 
 
 def _summary(relay: Relay) -> str:
