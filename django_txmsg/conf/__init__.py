@@ -28,7 +28,9 @@ from ..errors import ConfigurationError, InvalidMessage
 from .schema import (
     BAD,
     KINDS,
+    BrokerSettings,
     LakeSettings,
+    RecurringSettings,
     RedeliverySettings,
     RetentionSettings,
     hints,
@@ -52,21 +54,6 @@ _MOST = {"HEARTBEAT": 60, "CONTROL_GROUP": 60} | dict.fromkeys(
 _LEAST = {"LEASE": 1}
 #: The longest broker alias that the tables can store.
 MAX_ALIAS_LENGTH = 64
-#: Arguments of `every()`, for an entry of SCHEDULE; EXPIRES is in seconds.
-_RECURRING: dict[str, Any] = {
-    "EVERY": str,
-    "DESTINATION": str,
-    "BODY": object,
-    "TZ": str | None,
-    "MISSED": Literal["latest", "all"],
-    "HEADERS": Mapping,
-    "KEY": str | None,
-    "EXPIRES": float | None,
-    "USING": str | None,
-    "BROKER": str,
-    "UNIQUE": str | None,
-    "UNIQUE_UNTIL": Literal["left", "processed"],
-}
 # Like message.check_destination(): control messages go to SERVICE.txmsg.control.
 _SERVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
@@ -75,7 +62,7 @@ _POSITIVE = frozenset(
         "BATCH_SIZE", "LEASE", "LANES", "MAX_ATTEMPTS", "PREFETCH", "POLL_INTERVAL",
         "BREAKER_MAX_PAUSE", "MAX_MESSAGE_BYTES", "BACKOFF", "HEARTBEAT", "BATCH",
         "COMMIT_DELAY_INCREMENT", "MAX_COMMIT_DURATION", "CONTROL_TIMEOUT",
-        "CONCURRENCY",
+        "CONCURRENCY", "LATE_AFTER",
     }
 )  # fmt: skip
 
@@ -171,13 +158,14 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
             yield Problem(where, "is not a setting.", hint)
         elif is_dataclass(known[name]):
             yield from find(known[name], value, where)
+        elif known[name] is Any:
+            continue
         elif name in _FINDERS:
             yield from _FINDERS[name](value, where)
         elif not _fits(value, known[name]):
             yield Problem(
                 where,
-                f"must be {_describe(known[name])}, not {type(value).__name__}"
-                f"{_shown(value)}.",
+                f"must be {_describe(known[name])}{_shown(value)}.",
                 _instead(value, known[name]),
             )
         elif kind is RedeliverySettings:
@@ -185,6 +173,9 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
                 yield Problem(where, f"{problem}.")
         elif _is_number(value):
             yield from _number_problems(kind, name, value, where)
+        elif name == "LATE_AFTER":
+            for limit in value.values():
+                yield from _number_problems(kind, name, limit, where)
         elif name == "KINDS" and (unknown := {*value} - {*KINDS, BAD}):
             found = min(unknown)
             hint = _did_you_mean(found, [*KINDS, BAD])
@@ -247,16 +238,10 @@ def _broker_problems(given: object, path: str) -> Iterator[Problem]:
                 where, f"must have an alias of 1 to {MAX_ALIAS_LENGTH} characters."
             )
             continue
-        known = ["BACKEND", "URL"]
-        if not isinstance(entry, Mapping) or not any(name in entry for name in known):
+        if not isinstance(entry, Mapping) or not {"BACKEND", "URL"} & {*entry}:
             yield Problem(where, 'must be a dict like {"URL": "database://"}.')
-            continue
-        for name, value in entry.items():
-            at = f'{where}["{name}"]'
-            if name not in known:
-                yield Problem(at, "is not a setting.", _did_you_mean(name, known))
-            elif not isinstance(value, str):
-                yield Problem(at, f"must be a string, not {type(value).__name__}.")
+        else:
+            yield from find(BrokerSettings, entry, where)
 
 
 def _schedule_problems(given: object, path: str) -> Iterator[Problem]:
@@ -273,25 +258,14 @@ def _schedule_problems(given: object, path: str) -> Iterator[Problem]:
                 'must be a dict like {"EVERY": "*/5 * * * *", "DESTINATION": '
                 '"reports.refresh", "BODY": {}}.',
             )
+        elif found := list(find(RecurringSettings, entry, where)):
+            yield from found
         else:
-            yield from _recurring_problems(entry, where)
-
-
-def _recurring_problems(entry: Mapping[Any, Any], path: str) -> Iterator[Problem]:
-    for name, value in entry.items():
-        where = f'{path}["{name}"]'
-        if name not in _RECURRING:
-            yield Problem(where, "is not a setting.", _did_you_mean(name, _RECURRING))
-        elif not _fits(value, _RECURRING[name]):
-            yield Problem(where, f"cannot be {type(value).__name__}{_shown(value)}.")
-            return
-        elif name == "EXPIRES" and value is not None:
-            yield from _number_problems(None, name, value, where)
-    try:
-        assert Cron(entry["EVERY"], entry.get("TZ") or "UTC")
-        check_destination(entry["DESTINATION"])
-    except (ConfigurationError, InvalidMessage) as error:
-        yield Problem(path, f"cannot be used: {error}")
+            try:
+                assert Cron(entry["EVERY"], entry.get("TZ") or "UTC")
+                check_destination(entry["DESTINATION"])
+            except (ConfigurationError, InvalidMessage) as error:
+                yield Problem(where, f"cannot be used: {error}")
 
 
 def _lake_problems(given: object, path: str) -> Iterator[Problem]:
@@ -306,13 +280,6 @@ def _lake_problems(given: object, path: str) -> Iterator[Problem]:
         )
 
 
-def _option_problems(given: object, path: str) -> Iterator[Problem]:
-    if not isinstance(given, Mapping) or not all(
-        isinstance(one, str) for pair in given.items() for one in pair
-    ):
-        yield Problem(path, "must be a dict of strings.")
-
-
 def _section_of(name: object, known: Mapping[str, Any]) -> str:
     """Return a hint that names the section to which a setting of this name belongs, or
     ""."""
@@ -322,25 +289,12 @@ def _section_of(name: object, known: Mapping[str, Any]) -> str:
     return ""
 
 
-def _limit_problems(given: object, path: str) -> Iterator[Problem]:
-    if not isinstance(given, Mapping) or not all(
-        isinstance(name, str) and _is_number(limit) and 0 < limit <= MAX_NUMBER
-        for name, limit in given.items()
-    ):
-        yield Problem(
-            path,
-            'must be a dict of seconds by destination, like {"mails.*": 86_400}.',
-        )
-
-
 #: By the name of a setting whose type is not a dataclass: what yields its errors.
 _FINDERS: dict[str, Callable[[object, str], Iterator[Problem]]] = {
     "BROKERS": _broker_problems,
     "LAKE": _lake_problems,
-    "LATE_AFTER": _limit_problems,
     "SCHEDULE": _schedule_problems,
     "SERVICE": _service_problems,
-    "STORAGE_OPTIONS": _option_problems,
 }
 
 
@@ -365,6 +319,11 @@ def _fits(value: object, hint: Any) -> bool:
         return isinstance(value, list | tuple) and all(
             isinstance(one, str) for one in value
         )
+    if origin is Mapping:
+        (_, of) = typing.get_args(hint)
+        return isinstance(value, Mapping) and all(
+            isinstance(name, str) and _fits(one, of) for name, one in value.items()
+        )
     if hint is float:
         return _is_number(value)
     if hint is int:
@@ -377,6 +336,9 @@ def _describe(hint: Any) -> str:
         return " or ".join(f'"{one}"' for one in typing.get_args(hint))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(_describe(one) for one in typing.get_args(hint))
+    if typing.get_origin(hint) is Mapping:
+        of = {str: "strings", float: "numbers"}.get(typing.get_args(hint)[1], "values")
+        return f"a dict of {of}"
     names = {int: "an integer", float: "a number", str: "a string", bool: "a bool"}
     if hint is type(None):
         return "None"
@@ -387,13 +349,19 @@ def _instead(value: object, hint: Any) -> str:
     """Return a hint with the value in the expected type, or ""."""
     if isinstance(value, dt.timedelta):
         return f"Give {value.total_seconds():g}, in seconds."
-    if isinstance(value, str) and typing.get_origin(hint) is tuple and _shown(value):
+    if isinstance(value, str) and typing.get_origin(hint) is tuple and _is_short(value):
         return f'Give ["{value}"].'
     return ""
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ""  # perhaps a dict was wanted, but of other values
+    shown = f" {value!r}" if _is_short(value) else ""
+    return f", not {type(value).__name__}{shown}"
+
+
+def _is_short(value: object) -> bool:
     # A setting may be a secret. Short plain values help the reader; long ones may be
     # anything.
-    text = repr(value)
-    return f" {text}" if len(text) <= 20 else ""
+    return len(repr(value)) <= 20

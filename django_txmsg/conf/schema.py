@@ -198,6 +198,32 @@ class CelerySettings:
 
 
 @dataclass(frozen=True)
+class BrokerSettings:
+    """An entry of BROKERS."""
+
+    BACKEND: str = ""
+    URL: str = ""
+
+
+@dataclass(frozen=True)
+class RecurringSettings:
+    """An entry of SCHEDULE: the arguments of `every()`. EXPIRES is in seconds."""
+
+    EVERY: str
+    DESTINATION: str
+    BODY: Any
+    TZ: str | None
+    MISSED: Literal["latest", "all"]
+    HEADERS: Mapping[str, object]
+    KEY: str | None
+    EXPIRES: float | None
+    USING: str | None
+    BROKER: str
+    UNIQUE: str | None
+    UNIQUE_UNTIL: Literal["left", "processed"]
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings under TXMSG."""
 

@@ -577,8 +577,8 @@ def test_a_typed_destination_recurs() -> None:
         ({"EVERY": "* * * * *", "DESTINATION": "a b"}, "cannot be used"),
         ({"EVERY": "* * * * *", "DESTINATION": "a", "TZ": "Mars"}, "No time zone"),
         ({"EVERY": "* * * * *", "DESTINATION": "a", "BODI": 1}, 'mean "BODY"'),
-        ({"EVERY": "* * * * *", "DESTINATION": "a", "MISSED": "no"}, "cannot be str"),
-        ({"EVERY": 5, "DESTINATION": "a"}, "cannot be int"),
+        ({"EVERY": "* * * * *", "DESTINATION": "a", "MISSED": "no"}, "not str 'no'"),
+        ({"EVERY": 5, "DESTINATION": "a"}, "must be a string, not int 5"),
         *(
             ({"EVERY": "* * * * *", "DESTINATION": "a", "EXPIRES": seconds}, "at most")
             for seconds in (1e300, math.nan)

@@ -52,7 +52,7 @@ def test_defaults_are_the_contract() -> None:
         (
             {"PIPELINE": {"LATE_AFTER": {"mails.*": "1d"}}},
             'TXMSG["PIPELINE"]["LATE_AFTER"]',
-            "seconds by destination",
+            "a dict of numbers",
         ),
         (
             {"PIPELINE": {"EXTERNALS": []}},
