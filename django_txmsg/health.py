@@ -17,29 +17,15 @@ deployment or an operator, so the process must stay in service.
 from __future__ import annotations
 
 import datetime as dt
-import uuid
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any
 
-from django.db import DatabaseError, InterfaceError, router
+from django.db import DatabaseError, InterfaceError
 from django.http import HttpRequest, JsonResponse
 
-from .models import OutboxMessage, StageState, Worker
-from .models.fields import clock
-from .monitoring import (
-    attendance,
-    databases,
-    outages,
-    presence,
-    runs,
-    schedule,
-    turns,
-    waiting,
-)
+from .monitoring import runs, status
 from .monitoring.probe import probe
-from .monitoring.status import held_queues, own_queues
+from .monitoring.status import Status
 from .monitoring.waiting import DEPLOYED, OVERDUE
 from .stages import all_stages
 
@@ -50,52 +36,8 @@ THRESHOLDS = (
     ("late", OVERDUE),
 )
 
-#: Where messages, and runs of flows, wait until they are due.
-PLACES = ("outbox", "redelivery", "queue", "deadline")
-
 #: The states from best to worst.
 STATES = ("ok", "late", "degraded", "stuck")
-
-
-@dataclass
-class Health:
-    """The state of the messages and processes: how long messages of each kind have been
-    due, how many relays and consumers are alive, and further numbers."""
-
-    workers: dict[str, int]
-    unattended: bool
-    outages: int
-    """How many resources live processes could not use for two minutes or more."""
-    oldest: dict[str, dt.timedelta]
-    ordered: dict[str, int]
-    """For ordered stages: messages that wait for their predecessors, blocked keys, and
-    stages that receive nothing."""
-    needs_newer_code: dt.timedelta | None = None
-    """How long the first message has waited for code that can read it."""
-    stuck_undos: int = 0
-    """How many runs of flows are stuck at an undo."""
-    late_ticks: int = 0
-    """How many recurring messages were not stored when they were due."""
-    databases: dict[str, dt.timedelta | None] = field(default_factory=dict)
-    """The age of the oldest due message in each database; None: it does not answer."""
-    read_only: list[str] = field(default_factory=list)
-    """The databases that refuse writes."""
-
-    @property
-    def state(self) -> str:
-        """The overall state: ok, late, degraded or stuck."""
-        oldest = max(self.oldest.values())
-        words = ["ok", *(name for name, least in THRESHOLDS if oldest >= least)]
-        if self.ordered["held_keys"] or self.outages or self.late_ticks:
-            words.append("late")
-        behind = self.needs_newer_code is not None and self.needs_newer_code > DEPLOYED
-        full = self.ordered["full_stages"]
-        blocked = full or self.stuck_undos or self.read_only
-        if behind or self.unattended or blocked:
-            words.append("degraded")
-        if None in self.databases.values():
-            words.append("stuck")
-        return max(words, key=STATES.index)
 
 
 @probe
@@ -111,105 +53,82 @@ def health(request: HttpRequest) -> JsonResponse:
     least = request.GET.get("fail", "stuck")
     failing = 503 if least != "never" else 200
     try:
-        found = look()
+        answer = look()
     except (DatabaseError, InterfaceError):
         return JsonResponse({"status": "no database"}, status=failing)
-    answer: dict[str, Any] = {
-        "status": found.state,
-        "oldest": {name: _seconds(age) for name, age in found.oldest.items()},
-        "workers": found.workers,
-    }
-    if len(found.databases) > 1:
-        answer["databases"] = {
-            name: "no answer" if age is None else _seconds(age)
-            for name, age in found.databases.items()
-        }
-    for name in ("read_only", "outages", "stuck_undos", "late_ticks"):
-        if value := getattr(found, name):
-            answer[name] = value
-    if any(found.ordered.values()) or any(one.ordered for one in all_stages()):
-        answer["ordered"] = found.ordered
-    if found.needs_newer_code is not None:
-        answer["needs_newer_code"] = _seconds(found.needs_newer_code)
     bound = STATES.index(least if least in ("late", "degraded") else "stuck")
-    fails = STATES.index(found.state) >= bound
+    fails = STATES.index(answer["status"]) >= bound
     return JsonResponse(answer, status=failing if fails else 200)
 
 
-def look(*aliases: str) -> Health:
-    """Query these databases, and return their health. By default, query all databases
-    in use, and the embedded broker's queues in other databases."""
-    home = router.db_for_write(OutboxMessage)
-    now = clock(home)
-    paused = StageState.objects.db_manager(router.db_for_write(StageState)).paused()
-    present = attendance.read_living(router.db_for_write(Worker), now)
-    kinds, held = Counter(one.kind for one in present.living), held_queues(paused)
-    found = Health(
-        workers={kind: kinds[kind] for kind in ("relay", "consumer")},
-        unattended=bool(present.unattended([one.name for one in all_stages()])),
-        outages=len(outages.late(outages.read(present.living), now)),
-        oldest=dict.fromkeys(PLACES, dt.timedelta()),
-        ordered=dict.fromkeys(("waiting", "held_keys", "full_stages"), 0),
-    )
-    in_use = aliases or databases.with_tables()
-    more = () if aliases else databases.with_only_queues()
-    for using in [*in_use, *more]:
-        try:
-            own = None if using in in_use else own_queues()
-            oldest = {"queue": _age(now, waiting.in_queues(using, held, own, most=0))}
-            if using in in_use:
-                oldest |= _oldest(using, now, paused, presence.running_long(present))
-                _count(found, using, now, paused)
-            if databases.is_read_only(using, aliases):
-                found.read_only.append(using)
-        except (DatabaseError, InterfaceError):
-            if using == home:
-                raise
-            found.databases[using] = None
-            continue
-        found.databases[using] = max(oldest.values())
-        for name, age in oldest.items():
-            found.oldest[name] = max(age, found.oldest[name])
-    return found
-
-
-def _count(
-    found: Health, using: str, now: dt.datetime, paused: Collection[str]
-) -> None:
-    """Add the further numbers of a database in use to `found`."""
-    lines = turns.lines(using, paused).values()
-    found.ordered["waiting"] += sum(line.count for line in lines)
-    found.ordered["held_keys"] += sum(line.held for line in lines)
-    full = StageState.objects.using(using).exclude(full_since=None).count()
-    found.ordered["full_stages"] += full
-    for one in waiting.for_newer_code(using, most=0).values():
-        if one.since:
-            longest = found.needs_newer_code or dt.timedelta()
-            found.needs_newer_code = max(now - one.since, longest)
-    found.late_ticks += len(schedule.late(using, now))
-    found.stuck_undos += sum(runs.stuck(using).values())
-
-
-def _oldest(
-    using: str,
-    now: dt.datetime,
-    paused: Collection[str],
-    running: Collection[tuple[str, uuid.UUID]],
-) -> dict[str, dt.timedelta]:
-    """Return the age of the oldest due message in the outbox, the inbox and the
-    deadlines. Reads only the first row of each destination or stage."""
-    rows = {
-        "outbox": waiting.in_outbox(using, most=0),
-        "redelivery": waiting.in_inbox(using, paused, running, most=0),
-        "deadline": waiting.for_deadlines(using, most=0),
+def look(*aliases: str) -> dict[str, Any]:
+    """Query these databases, and return the answer. By default, query all databases in
+    use, and the embedded broker's queues in other databases. Only the first row of each
+    destination, stage and queue is read."""
+    found = status.read(*aliases, brief=True)
+    now, places = found.now, found.stages.values()
+    ages = _ages(found)
+    oldest = {kind: max(by_database.values()) for kind, by_database in ages.items()}
+    newer = [one.newer.since for one in places if one.newer and one.newer.since]
+    ordered = {
+        "waiting": sum(one.line.count for one in places),
+        "held_keys": sum(one.line.held for one in places),
+        "full_stages": sum(one.full_since is not None for one in places),
     }
-    return {name: _age(now, places) for name, places in rows.items()}
+    readable = [one for one in found.databases if one not in found.unreadable]
+    stuck = sum(runs.stuck(using).total() for using in readable)
+    further = {
+        "read_only": found.read_only,
+        "outages": len(found.late_outages),
+        "stuck_undos": stuck,
+        "late_ticks": len(found.late_ticks),
+    }
+    words = ["ok", *(name for name, age in THRESHOLDS if max(oldest.values()) >= age)]
+    if ordered["held_keys"] or found.late_outages or found.late_ticks:
+        words.append("late")
+    blocked = ordered["full_stages"] or stuck or found.read_only
+    if found.unattended or blocked or (newer and now - min(newer) > DEPLOYED):
+        words.append("degraded")
+    if found.unreadable:
+        words.append("stuck")
+    kinds = Counter(one.kind for one in found.attendance.living)
+    answer: dict[str, Any] = {
+        "status": max(words, key=STATES.index),
+        "oldest": {kind: _seconds(age) for kind, age in oldest.items()},
+        "workers": {kind: kinds[kind] for kind in ("relay", "consumer")},
+        **{name: value for name, value in further.items() if value},
+    }
+    if len(ages["queue"]) > 1:
+        answer["databases"] = {
+            using: "no answer"
+            if using in found.unreadable
+            else _seconds(max(one[using] for one in ages.values()))
+            for using in ages["queue"]
+        }
+    if any(ordered.values()) or any(one.ordered for one in all_stages()):
+        answer["ordered"] = ordered
+    if newer:
+        answer["needs_newer_code"] = _seconds(now - min(newer))
+    return answer
 
 
-def _age(now: dt.datetime, places: Collection[waiting.Waiting]) -> dt.timedelta:
-    """Return the age of the oldest due message of these places."""
-    ages = (now - one.oldest_due for one in places if one.oldest_due)
-    return max(ages, default=dt.timedelta())
+def _ages(found: Status) -> dict[str, dict[str, dt.timedelta]]:
+    """Return, for each kind of message, the age of the oldest due one in each
+    database."""
+    kinds = {
+        "outbox": [(one.database, one.waiting) for one in found.destinations.values()],
+        "redelivery": [(one.database, one.waiting) for one in found.stages.values()],
+        "queue": [(one.database, one) for one in found.queues.values()],
+        "deadline": [(one.database, one) for one in found.deadlines.values()],
+    }
+    databases = [*found.databases, *found.with_only_queues]
+    ages = {kind: dict.fromkeys(databases, dt.timedelta()) for kind in kinds}
+    for kind, places in kinds.items():
+        for using, waiting in places:
+            if waiting.oldest_due is not None:
+                age = found.now - waiting.oldest_due
+                ages[kind][using] = max(age, ages[kind][using])
+    return ages
 
 
 def _seconds(age: dt.timedelta) -> float:

@@ -42,6 +42,7 @@ from .schedule import Timing
 from .subscriptions import Subscription
 from .turns import HeldKey, Line
 from .waiting import (
+    CAP,
     NeedsNewerCode,
     Waiting,
     for_deadlines,
@@ -242,14 +243,18 @@ class Status:
         return [*self.stages.values(), *self.destinations.values()]
 
 
-def read(*aliases: str) -> Status:
+def read(*aliases: str, brief: bool = False) -> Status:
     """Return the complete state of these databases, by default of all databases in use,
     and of the embedded broker's queues in other databases. Reading takes about a dozen
     queries for each database in use. Workers and paused stages are read only from the
-    database to which Django routes their models."""
+    database to which Django routes their models.
+
+    If `brief` is True, return the live workers only, and of each place only the first
+    waiting row and the blocked messages."""
     home = router.db_for_write(OutboxMessage)
     now = clock(home)
-    present = attendance.read(router.db_for_write(Worker), now)
+    read_workers = attendance.read_living if brief else attendance.read
+    present = read_workers(router.db_for_write(Worker), now)
     status = Status(now, list(aliases) or databases.with_tables(), present)
     if not aliases:
         status.with_only_queues = databases.with_only_queues()
@@ -262,8 +267,10 @@ def read(*aliases: str) -> Status:
     for using in [*status.databases, *status.with_only_queues]:
         try:
             if using in status.databases:
-                _read_database(status, using, names)
-            _read_queues(status, using, names)
+                _read_waiting(status, using, names, brief=brief)
+                if not brief:
+                    _read_more(status, using)
+            _read_queues(status, using, names, brief=brief)
             if databases.is_read_only(using, aliases):
                 status.read_only.append(using)
         except AnyDatabaseError as error:
@@ -284,13 +291,39 @@ def read(*aliases: str) -> Status:
     return status
 
 
-def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
-    """Add the state of one database to `status`, except its queues."""
-    for waiting in in_outbox(using):
+def _read_waiting(
+    status: Status, using: str, paused: Collection[str], *, brief: bool
+) -> None:
+    """Add the messages that wait in one database to `status`, except its queues."""
+    most = 0 if brief else None
+    for waiting in in_outbox(using, most=most):
         place = _place(status.destinations, waiting.name, using)
         place.waiting = total([place.waiting, waiting])
         service = status.services.get(waiting.service, Waiting())
         status.services[waiting.service] = total([service, waiting])
+    running = presence.running_long(status.attendance)
+    for waiting in in_inbox(using, paused, running, most=most):
+        _place(status.stages, waiting.name, using).waiting = waiting
+    for name, newer in for_newer_code(using, most=0 if brief else CAP).items():
+        place = _place(status.stages, name, using)
+        place.newer = newer
+        place.waiting = total(
+            [place.waiting, Waiting(newer.count, retried=newer.count)]
+        )
+    for name, line in turns.lines(using, paused).items():
+        _place(status.stages, name, using).line = line
+        if line.held and not brief:
+            status.held_keys += turns.held(using, [name])
+    for state in StageState.objects.using(using).exclude(full_since=None):
+        _place(status.stages, state.stage, using).full_since = state.full_since
+    for waiting in for_deadlines(using, most=most):
+        status.deadlines[labelled(waiting.name, using)] = waiting
+    status.late_ticks += schedule.late(using, status.now)
+
+
+def _read_more(status: Status, using: str) -> None:
+    """Add the last activity, the dead letters and the runs in one database to
+    `status`."""
     for name, (last, broker) in recent.last_dispatched(using).items():
         place = _place(status.destinations, name, using)
         place.last, place.broker = last, broker
@@ -303,21 +336,6 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
             place = _place(places[series], name, using)
             if place.last is None or last - place.last > PERIOD:
                 place.last = last  # its rows are not among the newest
-    running = presence.running_long(status.attendance)
-    for waiting in in_inbox(using, paused, running):
-        _place(status.stages, waiting.name, using).waiting = waiting
-    for name, newer in for_newer_code(using).items():
-        place = _place(status.stages, name, using)
-        place.newer = newer
-        place.waiting = total(
-            [place.waiting, Waiting(newer.count, retried=newer.count)]
-        )
-    for name, line in turns.lines(using, paused).items():
-        _place(status.stages, name, using).line = line
-        if line.held:
-            status.held_keys += turns.held(using, [name])
-    for state in StageState.objects.using(using).exclude(full_since=None):
-        _place(status.stages, state.stage, using).full_since = state.full_since
     for one in dead.by_error(using):
         if one.stage:
             place = _place(status.stages, one.stage, using)
@@ -329,18 +347,19 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
         status.errors.append((using, one))
         place.dead += one.count
         place.oldest_dead = min(filter(None, (place.oldest_dead, one.first)))
-    for waiting in for_deadlines(using):
-        status.deadlines[labelled(waiting.name, using)] = waiting
     status.runs += runs.read(using)
-    status.late_ticks += schedule.late(using, status.now)
 
 
-def _read_queues(status: Status, using: str, paused: Collection[str]) -> None:
+def _read_queues(
+    status: Status, using: str, paused: Collection[str], *, brief: bool
+) -> None:
     """Add the queues and subscriptions in one database to `status`."""
     own = own_queues() if using in status.with_only_queues else None
-    for waiting in in_queues(using, held_queues(paused), own):
+    most = 0 if brief else None
+    for waiting in in_queues(using, held_queues(paused), own, most=most):
         status.queues[labelled(waiting.name, using)] = waiting
-    status.subscriptions += subscriptions.read(using, status.attendance.living)
+    if not brief:
+        status.subscriptions += subscriptions.read(using, status.attendance.living)
 
 
 def _find_consumers(status: Status) -> None:

@@ -147,10 +147,11 @@ def test_state_of_a_predecessor_is_shown(
 def test_keys_of_a_paused_stage_raise_no_alarm(
     letter: DeadLetter, operator: Client
 ) -> None:
-    assert health.look().ordered["held_keys"] == 1
+    assert health.look()["ordered"]["held_keys"] == 1
     factories.StageStateFactory(stage=letter.stage)
 
-    assert health.look().ordered == {"waiting": 2, "held_keys": 0, "full_stages": 0}
+    ordered = health.look()["ordered"]
+    assert ordered == {"waiting": 2, "held_keys": 0, "full_stages": 0}
     picture = monitoring.read()
     assert picture.stages[letter.stage].line.count == 2
     assert "order" not in {alarm.kind for alarm in alarms.of(picture)}

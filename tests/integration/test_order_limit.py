@@ -270,13 +270,13 @@ def test_a_full_stage_is_seen_everywhere(client: Client) -> None:
         told = [str(one) for one in alarms.of(picture)]
         assert any(f"Stage {stage.name} receives nothing since" in one for one in told)
         found = health.look("default")
-        assert found.ordered == {"waiting": 2, "held_keys": 0, "full_stages": 1}
-        assert found.state == "degraded"
+        assert found["ordered"] == {"waiting": 2, "held_keys": 0, "full_stages": 1}
+        assert found["status"] == "degraded"
         InboxMessage.objects.update(waits_since=Now() - timedelta(hours=1))
         StageState.objects.update(full_since=None)
         found = health.look("default")
-        assert found.ordered == {"waiting": 2, "held_keys": 1, "full_stages": 0}
-        assert found.state in ("late", "degraded")  # nobody runs the stage
+        assert found["ordered"] == {"waiting": 2, "held_keys": 1, "full_stages": 0}
+        assert found["status"] in ("late", "degraded")  # nobody runs the stage
         gauges: dict[str, Any] = {
             one.name: {of.labels["stage"]: of.value for of in one.samples}
             for one in metrics.Collector("default").collect()
