@@ -18,7 +18,7 @@ import pytest
 from django.db import connection, transaction
 
 from django_txmsg.consuming.consumer import Consumer
-from django_txmsg.management.commands import _run
+from django_txmsg.management.commands import _supervisor
 from django_txmsg.models import (
     DeadLetter,
     InboxMessage,
@@ -46,11 +46,11 @@ BROKERS = {"default": {"URL": "database://?poll=0.01&lease=2"}}
 STAGES = """
 import threading
 from django_txmsg import RedeliveryPolicy, stage
-from django_txmsg.management.commands import _run
+from django_txmsg.management.commands import _run, _supervisor
 from django_txmsg.monitoring import retention
 from tests.app.models import Effect
 
-_run.GRACE = 1.0
+_supervisor.GRACE = 1.0
 _run.SUBSCRIBING = 600.0
 retention.FIRST = 0.1
 
@@ -281,7 +281,7 @@ def test_changed_code_restarts_the_process(
     (before,) = psutil.Process(process.pid).children()
     code.write_text("this is no Python")
     process.wait_for_line("service_of_a_test.py changed: starting again")
-    process.wait_for_line("The process ended with 1. The next change starts it")
+    process.wait_for_line("process 1 .* ended with 1 after")
     code.write_text(STAGES.replace("VERSION", "second"))
     put("tests.run")
     wait_until(lambda: effects("second"), message=lambda: process.output, deadline=60)
@@ -303,7 +303,7 @@ def test_child_that_does_not_end_is_killed_and_its_message_redelivered(
     process.wait_for_line("it hangs")
     text = STAGES.replace("VERSION", "second").replace('"hang"', '"never"')
     code.write_text(text)
-    process.wait_for_line("Killed: it has not ended within 1 s")
+    process.wait_for_line("is killed: it has not ended within 1 s")
     wait_until(lambda: effects("second"), message=lambda: process.output, deadline=90)
     process.terminate()
     process.succeed()
@@ -320,7 +320,7 @@ def test_a_first_signal_while_it_starts_again_cuts_nothing_off(
     code.write_text(text)
     process.wait_for_line("Stopping after the messages in progress")
     process.terminate()
-    process.wait_for_line("Killed: it has not ended within 1 s")
+    process.wait_for_line("is killed: it has not ended within 1 s")
     process.succeed()
 
 
@@ -455,7 +455,7 @@ def _stands_still(process: ManageProcess) -> bool:
 
 
 def test_the_modules_that_are_watched_are_the_projects_own() -> None:
-    seen = dict(_run.files())
+    seen = dict(_supervisor.files())
     assert str(Path(retention.__file__)) in seen
     assert str(Path(__file__)) in seen
     assert not [one for one in seen if "site-packages" in one]

@@ -4,19 +4,12 @@ line for each message."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
-import math
-import os
-import signal
-import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
-from django.apps import apps
 from django.core.management.base import BaseCommand
 from django.core.management.color import Style
 
@@ -32,99 +25,10 @@ from ...scheduling.time_loop import keeping_time
 from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
 from ..terminal import SEARCHED, printable, require_tables, say
-from . import _supervisor
-from ._supervisor import Slot, Supervisor
 from ._workers import add_arguments, heartbeat, not_served, working
 
-#: Seconds that a child has to finish its messages.
-GRACE = 10.0
 #: Seconds that the relay waits for the stages of topics to subscribe.
 SUBSCRIBING = 10.0
-_FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
-
-
-class Reloader(Supervisor):
-    """The parent process of `--reload`. It restarts its child when a file changes. A
-    child that does not end in time is then killed.
-
-    After SIGTERM, the child may finish its messages, however long that takes. A child
-    that has ended by itself is started again after the next change.
-    """
-
-    # Without SIGHUP: the processes end with their terminal.
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-
-    def __init__(self, stderr: Any) -> None:
-        super().__init__(1)
-        self._stderr = stderr
-        self._seen = dict(files())
-        self._kill_at = math.inf
-
-    def _look(self, slot: Slot) -> None:
-        now = dict(files())
-        changed = sorted(set(now.items()) ^ set(self._seen.items()))
-        self._seen = now
-        # A second signal would abort the messages of a child that is already draining.
-        if changed and not (self._stops or slot.leaving):
-            say(self._stderr, f"{changed[0][0]} changed: starting again.")
-            slot.start_at = 0.0
-            if slot.process is not None:
-                self._kill_at = time.monotonic() + GRACE
-                self._end(slot)
-        if slot.process is not None and time.monotonic() >= self._kill_at:
-            self._kill_at = math.inf
-            say(self._stderr, f"Killed: it has not ended within {GRACE:g} s.")
-            slot.process.kill()
-        super()._look(slot)
-
-    def _note_end(self, slot: Slot) -> None:
-        assert slot.process is not None
-        code = slot.process.returncode
-        self._kill_at = math.inf
-        if not slot.leaving:
-            slot.start_at = math.inf
-            say(
-                self._stderr,
-                f"The process ended with {code}. The next change starts it again.",
-            )
-        if code < 0 and self._stops == 1:
-            code = 0  # it did not handle signals yet
-        self._code = 128 - code if code < 0 else code
-
-
-def files() -> Iterator[tuple[str, float]]:
-    """Yield the path and the modification time of each of the project's own Python
-    files: those of its applications, of its settings, and of its other imported
-    modules."""
-    found: set[str] = set()
-    for root in _roots():
-        for folder, folders, names in os.walk(root):
-            folders[:] = [
-                one for one in folders if one[0] != "." and one not in _FOREIGN
-            ]
-            found |= {f"{folder}/{name}" for name in names if name.endswith(".py")}
-    found |= {
-        file
-        for module in list(sys.modules.values())
-        if (file := str(getattr(module, "__file__", None))).endswith(".py")
-        and _own(file)
-    }
-    for path in sorted(found):
-        with contextlib.suppress(OSError):
-            yield path, os.stat(path).st_mtime
-
-
-def _roots() -> set[str]:
-    roots = {config.path for config in apps.get_app_configs()}
-    named = sys.modules.get(os.environ.get("DJANGO_SETTINGS_MODULE", ""))
-    if named is not None and named.__file__:
-        roots.add(str(Path(named.__file__).parent))
-    return {root for root in roots if _own(root)}
-
-
-def _own(path: str) -> bool:
-    foreign = any(part in _FOREIGN for part in Path(path).parts)
-    return not foreign and not path.startswith(str(Path(os.__file__).parent))
 
 
 class Lines:
@@ -254,12 +158,6 @@ class Command(BaseCommand):
         add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        if (
-            options["reload"]
-            and not options["processes"]
-            and not _supervisor.is_child()
-        ):
-            sys.exit(Reloader(self.stderr).run())
         databases, brokers = with_tables(), sorted(conf.get().BROKERS)
         require_tables(*databases, *with_only_queues(), waits=True)
         stages = all_stages()

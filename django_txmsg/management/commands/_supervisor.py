@@ -1,5 +1,5 @@
-"""`--processes N`: a parent that starts children, restarts those that end, and forwards
-signals.
+"""`--processes N` and `--reload`: a parent that starts children, restarts those that
+end, and forwards signals.
 
 The parent keeps no connection open. A child is a new process of the same command, so it
 imports the project's code as it is when the child starts.
@@ -12,6 +12,7 @@ after the previous child's replacement has started to work.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import signal
@@ -22,9 +23,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from django.apps import apps
 
 from ...monitoring import process_states
 from ...runtime import liveness
@@ -172,10 +176,12 @@ class Supervisor:
     signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD,
     )  # fmt: skip
+    #: The codes of a child that ends because it was asked to, before it handles signals.
+    asked: tuple[int, ...] = (-signal.SIGTERM,)
 
-    def __init__(self, count: int, environment: Mapping[str, str] | None = None):
+    def __init__(self, count: int, environment: Mapping[str, str] = {}):
         self.slots = [Slot(number) for number in range(1, count + 1)]
-        self._environment = environment or {}
+        self._environment = environment
         self._replacing: deque[Slot] = deque()
         self._stops = 0
         self._code = 0
@@ -255,8 +261,8 @@ class Supervisor:
     def _note_end(self, slot: Slot) -> None:
         assert slot.process is not None
         code = slot.process.returncode
-        if slot.leaving and code == -signal.SIGTERM:
-            code = 0  # it did not handle signals yet
+        if slot.leaving and code in self.asked:
+            code = 0
         code = 128 - code if code < 0 else code
         lived = time.monotonic() - slot.started_at
         if self._stops:
@@ -303,6 +309,82 @@ class Supervisor:
         assert slot.process is not None
         slot.leaving = True
         slot.process.terminate()
+
+
+# `--reload`: a child that is restarted when a file changes.
+
+#: Seconds that the child then has to finish its messages.
+GRACE = 10.0
+_FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
+
+
+class Reloader(Supervisor):
+    """The parent process of `--reload`. It restarts its child when a file changes. A
+    child that does not end in time is then killed. After SIGTERM, the child may finish
+    its messages, however long that takes."""
+
+    # Without SIGHUP: the processes end with their terminal.
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+    asked = (-signal.SIGTERM, -signal.SIGKILL)
+
+    def __init__(self, environment: Mapping[str, str]):
+        super().__init__(1, environment)
+        self._seen = dict(files())
+        self._kill_at = math.inf
+
+    def _look(self, slot: Slot) -> None:
+        now = dict(files())
+        changed = sorted(set(now.items()) ^ set(self._seen.items()))
+        self._seen = now
+        if slot.process is None:
+            self._kill_at = math.inf
+        # A second signal would abort the messages of a child that is already draining.
+        if changed and not (self._stops or slot.leaving):
+            log.warning("%s changed: starting again", changed[0][0])
+            slot.start_at, slot.failures = 0.0, 0
+            if slot.process is not None:
+                self._kill_at = time.monotonic() + GRACE
+                self._end(slot)
+        if slot.process is not None and time.monotonic() >= self._kill_at:
+            self._kill_at = math.inf
+            log.warning("%s is killed: it has not ended within %g s", slot, GRACE)
+            slot.process.kill()
+        super()._look(slot)
+
+
+def files() -> Iterator[tuple[str, float]]:
+    """Yield the path and the modification time of each of the project's own Python
+    files: those of its applications, of its settings, and of its other imported
+    modules."""
+    found: set[str] = set()
+    for root in _roots():
+        for folder, folders, names in os.walk(root):
+            folders[:] = [
+                one for one in folders if one[0] != "." and one not in _FOREIGN
+            ]
+            found |= {f"{folder}/{name}" for name in names if name.endswith(".py")}
+    found |= {
+        file
+        for module in list(sys.modules.values())
+        if (file := str(getattr(module, "__file__", None))).endswith(".py")
+        and _own(file)
+    }
+    for path in sorted(found):
+        with suppress(OSError):
+            yield path, os.stat(path).st_mtime
+
+
+def _roots() -> set[str]:
+    roots = {config.path for config in apps.get_app_configs()}
+    named = sys.modules.get(os.environ.get("DJANGO_SETTINGS_MODULE", ""))
+    if named is not None and named.__file__:
+        roots.add(str(Path(named.__file__).parent))
+    return {root for root in roots if _own(root)}
+
+
+def _own(path: str) -> bool:
+    foreign = any(part in _FOREIGN for part in Path(path).parts)
+    return not foreign and not path.startswith(str(Path(os.__file__).parent))
 
 
 def cores() -> int:

@@ -47,7 +47,7 @@ from ...runtime.thread_group import start_daemon
 from ...sending.scope import handlers_running
 from ..terminal import say
 from . import _supervisor
-from ._supervisor import Supervisor, cores, log
+from ._supervisor import Reloader, Supervisor, cores, log
 
 #: Seconds that a stopping process waits for servers, once no handler is running.
 PATIENCE = 15.0
@@ -345,16 +345,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _supervise(options: Mapping[str, Any], stderr: Any) -> None:
-    """With `--processes`, run children, and exit when they have ended. In a child, or
-    without the option, do nothing.
+    """With `--processes` or `--reload`, run children, and exit when they have ended. In
+    a child, or without these options, do nothing.
 
     Raises CommandError if `--processes` or `--http` has a wrong value, or if
     `--processes` cannot be combined with another option.
     """
-    wanted = options["processes"]
-    if wanted is None or _supervisor.is_child():
+    wanted, reload = options["processes"], options.get("reload", False)
+    if _supervisor.is_child() or (wanted is None and not reload):
         return
-    if options.get("once") or options.get("reload"):
+    if wanted is None:
+        wanted = "1"
+    elif options.get("once") or reload:
         raise CommandError("--processes goes with neither --once nor --reload.")
     count = cores() if wanted == "auto" else int(wanted) if wanted.isdecimal() else 0
     if count < 1:
@@ -370,7 +372,8 @@ def _supervise(options: Mapping[str, Any], stderr: Any) -> None:
         if options["http"] and not folder:
             made = tempfile.TemporaryDirectory(prefix="txmsg-metrics-")
             folder = stack.enter_context(made)
-        supervisor = Supervisor(count, {MULTIPROC: folder} if folder else None)
+        shared = {MULTIPROC: folder} if folder else {}
+        supervisor = Reloader(shared) if reload else Supervisor(count, shared)
         stack.enter_context(_state_written(needed=True))
         if options["http"] is not None:
             server = HttpServer(
@@ -389,7 +392,7 @@ def working(
 ) -> Iterator[None]:
     """Limit the memory of the process. While the block runs, call `stop` on a signal.
     Also answer liveness probes through the process's state file, and with `--http` by
-    HTTP. The parent of `--processes` answers HTTP for its children.
+    HTTP. The parent of `--processes` or `--reload` answers HTTP for its children.
 
     In that parent, run the children instead, and exit. So check the command's other
     options before. Raises CommandError if the block ends because of an error.
@@ -404,7 +407,7 @@ def working(
         if options["http"] is not None:
             with suppress(ConfigurationError):  # without the extra: /metrics says so
                 metrics.install()
-            if not _supervisor.is_child() or options.get("reload"):
+            if not _supervisor.is_child():
                 server = HttpServer(options["http"], alive)
                 stack.enter_context(server.answering(stderr))
         try:
