@@ -47,7 +47,6 @@ def check() -> list[CheckMessage]:
             _definition,
             _broker,
             _subscription,
-            _isolation,
             _codec,
             _middleware,
             _order,
@@ -164,19 +163,6 @@ def _subscription(stage: Stage) -> Iterator[CheckMessage]:
                 hint="Give one of the two stages, or the queue, another name.",
                 id="txmsg.E014",
             )
-
-
-def _isolation(stage: Stage) -> Iterator[CheckMessage]:
-    using = databases.of_stage(stage)
-    if using is None or using not in connections:
-        return
-    if stage.definition.isolation and connections[using].vendor == "sqlite":
-        yield Warning(
-            f"Stage {stage.name!r} asks for {stage.definition.isolation}, which "
-            f"SQLite does not have: its transactions are serializable.",
-            hint="Leave isolation= out where the stage runs on SQLite.",
-            id="txmsg.W002",
-        )
 
 
 def _codec(stage: Stage) -> Iterator[CheckMessage]:

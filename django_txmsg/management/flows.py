@@ -21,6 +21,7 @@ from ..monitoring import runs
 from ..monitoring.lengths import duration
 from ..rules.dead_letters import wrong_rate
 from .terminal import (
+    VerbParser,
     chosen_database,
     not_blank,
     print_list,
@@ -31,7 +32,6 @@ from .terminal import (
     values,
     whole_number,
 )
-from .verb_parser import VerbParser
 
 #: What `show --json` prints of an undo.
 _UNDO = ("number", "destination", "request_id", "confirmed_at")

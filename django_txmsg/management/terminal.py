@@ -14,7 +14,13 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, OutputWrapper
+from django.core.management.base import (
+    BaseCommand,
+    CommandError,
+    CommandParser,
+    DjangoHelpFormatter,
+    OutputWrapper,
+)
 from django.db import Error as AnyDatabaseError
 from django.db import OperationalError, connections, router
 from django.db.models import Model, QuerySet
@@ -199,7 +205,24 @@ def require_stage(stage: str, rows: QuerySet[Any]) -> None:
         raise CommandError(f"There is no stage {stage!r} here.")
 
 
-# Texts, numbers and ages in the options of commands.
+# The options of commands: verbs, texts, numbers and ages.
+
+
+class VerbParser(CommandParser):
+    """The parser of a verb, which accepts Django's options, such as --settings and
+    --verbosity, before and after the verb.
+
+    A value after the verb overrides a value before the verb. The subcommands of a verb
+    also have parsers of this class. As for every command, help lists Django's options
+    last.
+    """
+
+    def __init__(self, *, parents: Any = (), **options: Any) -> None:
+        own = BaseCommand().create_parser("manage.py", "txmsg", add_help=False)
+        for action in own._actions:
+            action.default = argparse.SUPPRESS  # it would override the value before
+        options.setdefault("formatter_class", DjangoHelpFormatter)
+        super().__init__(parents=[*parents, own], **options)
 
 
 def not_blank(text: str) -> str:

@@ -419,13 +419,6 @@ def test_two_stages_of_one_queue_are_a_warning() -> None:
     assert "'tests.one', 'tests.two' share the queue 'tests.shared'" in found.msg
 
 
-def test_an_isolation_level_on_sqlite_is_a_warning() -> None:
-    with stage(using="other", isolation="serializable"), txmsg():
-        found = only(check())
-
-    assert found.id == "txmsg.W002"
-
-
 @pytest.mark.parametrize(
     ("kept", "ids"),
     [

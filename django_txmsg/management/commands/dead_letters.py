@@ -30,6 +30,7 @@ from ...monitoring import databases, dead, turns
 from ...monitoring.alarms import listed
 from ..terminal import (
     DatabaseCommand,
+    VerbParser,
     chosen_database,
     not_blank,
     operator,
@@ -42,7 +43,6 @@ from ..terminal import (
     values,
     whole_number,
 )
-from ..verb_parser import VerbParser
 
 
 class Report:

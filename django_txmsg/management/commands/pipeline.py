@@ -37,7 +37,7 @@ from ...spark.spec import (
     hidden,
     password_variable,
 )
-from ..verb_parser import VerbParser
+from ..terminal import VerbParser
 
 
 class Command(BaseCommand):

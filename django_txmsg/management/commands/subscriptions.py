@@ -20,8 +20,14 @@ from ...monitoring import attendance, subscriptions
 from ...monitoring.subscriptions import Subscription
 from ...monitoring.waiting import capped, in_queues
 from ...stages import all_stages
-from ..terminal import DatabaseCommand, print_list, record, require_tables, values
-from ..verb_parser import VerbParser
+from ..terminal import (
+    DatabaseCommand,
+    VerbParser,
+    print_list,
+    record,
+    require_tables,
+    values,
+)
 
 
 class Command(DatabaseCommand):

@@ -15,8 +15,7 @@ from ..monitoring import Alerts, Alive, Audit
 from ..pending import Bulk, Cancel, Reschedule, Stop
 from ..project import Contracts, Init
 from ..stages import Rate, Schedules, Stages
-from ..terminal import DatabaseCommand
-from ..verb_parser import VerbParser
+from ..terminal import DatabaseCommand, VerbParser
 from ._run import Command as Run
 
 
