@@ -176,7 +176,7 @@ class Supervisor:
     signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD,
     )  # fmt: skip
-    #: The codes of a child that ends because it was asked to, before it handles signals.
+    #: The codes of a child that was asked to end, before it handles signals.
     asked: tuple[int, ...] = (-signal.SIGTERM,)
 
     def __init__(self, count: int, environment: Mapping[str, str] = {}):
