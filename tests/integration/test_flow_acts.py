@@ -677,7 +677,7 @@ def test_acts_on_many_runs_need_a_choice_and_are_rated() -> None:
         with pytest.raises(CommandError, match=r"is blank|not an age"):
             command("cancel", "--all", option, "")
     with pytest.raises(CommandError, match="unrecognized arguments: --limit"):
-        command("cancel", "--flow", "acts.trip", "--limit", "1")
+        command("cancel", "--flow", "acts.trip", "--limit=1")
     for rate in ("nan", "0"):
         with pytest.raises(CommandError, match="greater than zero"):
             command("cancel", "--flow", "acts.trip", "--rate", rate)

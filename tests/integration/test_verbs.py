@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -31,12 +32,9 @@ OPTIONS = [
     (["--skip-checks"], {"skip_checks": True}),
 ]
 ALL = {name for _, read in OPTIONS for name in read}
-#: What each verb cannot do without.
-NEEDED = {
-    "cancel": ["86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22"],
-    "stop": ["86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22"],
-    "reschedule": ["86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22", "--delay", "60"],
-}
+ID = "86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22"
+#: What a verb cannot do without, beside what its parser says.
+NEEDED = {"reschedule": [ID, "--delay", "60"]}
 
 
 def leaves(parser: argparse.ArgumentParser, *before: str) -> Iterator[list[str]]:
@@ -62,7 +60,7 @@ WAYS = [
     ("txmsg", way, *option) for way in leaves(parser_of("txmsg")) for option in OPTIONS
 ] + [
     (command, way, *option)
-    for command in ("subscriptions", "pipeline")
+    for command in ("dead_letters", "subscriptions", "pipeline")
     for way in leaves(parser_of(command))
     for option in OPTIONS
     if option[0] != ["--skip-checks"]
@@ -85,7 +83,8 @@ def needed(parser: CommandParser, way: list[str]) -> list[str]:
         return given
     found: list[str] = []
     for action in below._actions:
-        choices = list(action.choices or ["1"])
+        one = ID if action.type is uuid.UUID else "1"
+        choices = list(action.choices or [one])
         if not action.option_strings and action.nargs in (None, "+"):
             found.append(str(choices[0]))
         elif action.option_strings and action.required:
@@ -158,6 +157,6 @@ def test_the_help_of_a_verb_says_what_the_verb_does() -> None:
 )
 def test_a_wrong_argument_is_refused_in_one_sentence(line: str, error: str) -> None:
     with pytest.raises(CommandError, match=re.escape(error)) as refused:
-        call_command(*line.format(id="86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22").split())
+        call_command(*line.format(id=ID).split())
     assert "Deed." not in str(refused.value)
     assert "ACTION, ID" not in str(refused.value)
