@@ -30,8 +30,7 @@ from .errors import (
 )
 from .ledger import Ledger, Owner, Pending, Whole
 from .options import Options
-from .transport import Transport
-from .writer import Writer
+from .transport import Transport, Writer
 
 logger = logging.getLogger("django_txmsg.jms.link")
 Deliver = WeakMethod[Callable[[frames.Frame], None]]
@@ -72,21 +71,12 @@ class Link:
     connection, the link cannot be used again.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        options: Options,
-        on_lost: Callable[[MessagingError], None],
-    ) -> None:
-        """Connect. Raises ``ConnectionFailedError`` or ``OSError`` within the timeout.
-
-        If the connection is lost, the link calls the method ``on_lost`` once, with the
-        lock held. The link does not keep the method's object alive.
-        """
+    def __init__(self, address: tuple[str, int], options: Options) -> None:
+        """Connect. Raises ``ConnectionFailedError`` or ``OSError`` within the
+        timeout."""
         self.address = address
         self.options = options
         self.dialect = BY_NAME[options.dialect or "activemq"]
-        self.server = ""
         self.lock = threading.RLock()
         #: Notified when room, an outcome or an end may concern a waiting thread.
         self.changed = threading.Condition(self.lock)
@@ -98,7 +88,6 @@ class Link:
         self.closed = False
         self.ledger = Ledger(next(_epochs), lambda: self.description)
         self.pool = CompletionPool(options.callback_threads)
-        self._on_lost = WeakMethod(on_lost)
         # Created under the lock, logged without it: a log handler may block.
         self._to_log: deque[str] = deque()
         self._logged = ""
@@ -113,9 +102,7 @@ class Link:
         self.ending = False
         self._send_every: float | None = None
         self.transport = Transport(address, self, options)
-        self.writer = Writer(
-            self.transport, self.lock, self.ledger, options, self.tick, self.on_lost
-        )
+        self.writer = Writer(self.transport, self.lock, self.ledger)
         try:
             self._log_in()
             self.writer.start(self._send_every)
@@ -183,7 +170,7 @@ class Link:
                 f"{self.address[0]}:{self.address[1]} refused the connection: {why}."
             )
 
-    # -- calls of the transport, on its I/O thread ---------------------------------
+    # -- calls of the transport, on its threads ------------------------------------
 
     def on_frames(self, arrived: list[frames.Frame | frames.Receipt]) -> None:
         """Settle receipts and pass messages to their consumers."""
@@ -216,9 +203,8 @@ class Link:
             logger.warning("%s", self._logged)
 
     def _on_connected(self, headers: dict[str, str]) -> None:
-        self.server = headers.get("server", "")
         if self.options.dialect is None:
-            self.dialect = recognize(self.server)
+            self.dialect = recognize(headers.get("server", ""))
         self.dialect = replace(self.dialect, existing=self.options.existing)
         version = headers.get("version", "1.0")
         if version != "1.2":
@@ -312,9 +298,6 @@ class Link:
             self.ledger.lose(reason, self._broker_message, silent=silent)
             self.transport.disconnect_socket()
             self.wake_all()
-            tell = self._on_lost()
-            if tell is not None:
-                tell(self.error)
 
     def wake_all(self) -> None:
         """Wake all waiting threads, which then check their conditions again. The caller

@@ -1,25 +1,19 @@
 """Tells whether a connection still works, and which kind of broker it is connected to.
 
 Hops 4 and 6 of a message. A connection that has lost its link never works again. The
-connection then notifies its failure listeners, and the application opens a new
-connection with the factory.
+application then opens a new connection with the factory.
 """
 
 from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 from .dialect import Dialect
 from .errors import IllegalStateError, MessagingError
 from .link import Link
 from .options import Options
-
-FailureListener = Callable[[MessagingError], object]
-
 
 Self = TypeVar("Self", bound="Closing")
 
@@ -48,8 +42,7 @@ class Liveness(Closing):
         time-out."""
         self.address = address
         self._closing = False
-        self._failure_listeners: list[FailureListener] = []
-        self.link = Link(address, options, self._on_lost)
+        self.link = Link(address, options)
 
     def __repr__(self) -> str:
         """Show the address."""
@@ -59,17 +52,6 @@ class Liveness(Closing):
     def dialect(self) -> Dialect:
         """The dialect of the broker to which this connection was opened."""
         return self.link.dialect
-
-    @property
-    def server(self) -> str:
-        """The name and version that the broker reports."""
-        return self.link.server
-
-    @property
-    def client_id(self) -> str | None:
-        """The client id of this connection, to which its durable subscriptions
-        belong."""
-        return self.link.options.client_id
 
     @property
     def error(self) -> MessagingError | None:
@@ -109,21 +91,6 @@ class Liveness(Closing):
         began = time.monotonic()
         self.link.barrier(timeout=timeout).wait()
         return time.monotonic() - began
-
-    def add_failure_listener(self, listener: FailureListener) -> None:
-        """Register a listener. When the connection fails, a pool thread calls the
-        listener once. If the connection has already failed, the thread calls it
-        immediately."""
-        self.link.check_own()
-        with self.link.lock:
-            self._failure_listeners.append(listener)
-            if self.link.error is not None:
-                self._on_lost(self.link.error)
-
-    def _on_lost(self, error: MessagingError) -> None:
-        listeners, self._failure_listeners = self._failure_listeners, []
-        for listener in listeners:
-            self.link.pool.submit(partial(listener, error))
 
     def stop(self) -> None:
         """Pause all consumers, without waiting for them. Sending is not affected."""

@@ -9,10 +9,7 @@ that are due.
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -147,7 +144,6 @@ class Sends:
         self.waiters = 0
         self._order: deque[AsyncSend] = deque()
         self._telling = False
-        self._runs_in: threading.Thread | None = None
         self._awaited: list[int] = []
 
     # -- the window ---------------------------------------------------------------
@@ -257,7 +253,7 @@ class Sends:
     def _tell(self) -> None:
         """Run the callbacks that are due, in order. Runs on a pool thread."""
         send: AsyncSend | None = None
-        order, thread = self._order, threading.current_thread()
+        order = self._order
         for _ in range(_IN_A_ROW):
             with self._link.lock:
                 if send is not None:
@@ -266,9 +262,7 @@ class Sends:
                     self._telling = False
                     return
                 send = order.popleft()
-            self._runs_in = thread
             send.tell()  # which raises nothing
-            self._runs_in = None
         with self._link.lock:
             if send is not None:
                 self._finish(send)
@@ -288,31 +282,16 @@ class Sends:
         returned. The default is the last send so far.
 
         Every send gets an outcome by its deadline at the latest. If a callback takes
-        long to return, a warning names the callback, and the wait continues.
+        long to return, a warning is logged, and the wait continues.
         """
         number = self.accepted if number is None else number
         if self._wait(number, self._link.options.close_timeout):
             callbacks_logger.warning(
-                "Still waiting for %d asynchronous sends or their callbacks.%s",
+                "Still waiting for %d asynchronous sends or their callbacks. If one of "
+                "these callbacks waits for this thread, neither wait ends.",
                 number - self.finished,
-                self._who_waits_for_whom(),
             )
             self._wait(number, float("inf"))
-
-    def _who_waits_for_whom(self) -> str:
-        """Describe the callback that the caller waits for, with its stack. The stack
-        can reveal a deadlock, in which the callback itself waits for the caller's
-        thread."""
-        runs_in = self._runs_in
-        if runs_in is None:
-            return ""
-        frame = sys._current_frames().get(runs_in.ident or 0)
-        stack = "".join(traceback.format_stack(frame))
-        return (
-            f" Thread {threading.current_thread().name!r} waits for a callback that "
-            f"runs in {runs_in.name!r}; if that one waits in turn for the first, "
-            f"neither ends:\n{stack}"
-        )
 
     def wait_until(self, give_up: float) -> int:
         """Wait for all callbacks, at most until the monotonic time ``give_up``. Return

@@ -1,4 +1,8 @@
-"""Writes bytes with a deadline and reads frames, by means of stomp.py.
+"""Reads frames and writes bytes with a deadline, by means of stomp.py.
+
+Hops 4 and 6 of a message. Any thread may queue frames. The thread of ``Writer`` joins
+the queued frames into one write, and sends heartbeats when no frame is queued. It also
+checks deadlines, even while the broker reads nothing.
 
 stomp.py provides the connection's life cycle and the I/O thread. ``Transport`` replaces
 the methods of stomp.py that handle bytes, because these methods have known faults. The
@@ -22,12 +26,14 @@ import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from ..envelope.broker_url import ConnectionOptions
 from ..lazy_imports import needs
 from .frames import Frame, FrameParser, ProtocolError, Receipt
+from .ledger import ON_WIRE, QUEUED, Ledger, Pending
+from .options import Options
 
 _scan = os.environ.get("STOMP_SKIP_HOSTNAME_SCAN")
 os.environ["STOMP_SKIP_HOSTNAME_SCAN"] = "1"  # importing it must not ask the DNS
@@ -56,8 +62,8 @@ def _until(give_up: float) -> float:
 
 
 class FrameListener(Protocol):
-    """Receives the events of the connection. Its methods are called on the I/O thread,
-    and never raise."""
+    """Receives the events of the connection. Its methods are called on the I/O thread
+    or on the writer's thread, and never raise."""
 
     def on_frames(self, frames: list[Frame | Receipt]) -> None:
         """Handle the frames that one read has completed, in order."""
@@ -70,16 +76,16 @@ class FrameListener(Protocol):
         """Handle the progress of a write that has had to wait. Called each time such a
         write sends more bytes, because then the broker is reading again."""
 
+    def tick(self) -> None:
+        """Check the deadlines of frames. The connection's lock may be held."""
+
 
 class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
     """One TCP or TLS connection to one address. Each object is used for only one
     connection."""
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        listener: FrameListener,
-        options: ConnectionOptions,
+        self, address: tuple[str, int], listener: FrameListener, options: Options
     ) -> None:
         """Prepare the connection. ``start`` connects and raises ``OSError`` if that
         fails."""
@@ -87,8 +93,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         self.address = address
         #: Seconds of silence after which the broker counts as dead, if any.
         self.silence_limit: float | None = None
-        self._listener = listener
-        self._options = options
+        self.listener = listener
+        self.options = options
         self._socket: socket.socket | None = None
         # OpenSSL does not allow a read and a write of one connection at a time; each
         # is non-blocking, so neither waits for the other.
@@ -113,12 +119,12 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
     def attempt_connection(self) -> None:
         """Open the socket. (stomp.py's own method hides the reason for a failure, and
         retries.)"""
-        give_up = time.monotonic() + self._options.connect_timeout
+        give_up = time.monotonic() + self.options.connect_timeout
         raw = self._connect(give_up)
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected = raw
-            if (tls := self._options.tls) is not None:
+            if (tls := self.options.tls) is not None:
                 raw.settimeout(_until(give_up))
                 connected = tls.wrap_socket(raw, server_hostname=self.address[0])
             connected.setblocking(False)
@@ -163,7 +169,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 while (data := self._read(selector)) and self.running:
                     frames = parser.feed(data)
                     if frames:
-                        self._listener.on_frames(frames)
+                        self.listener.on_frames(frames)
             self._over("the broker closed the connection")
         except (OSError, ValueError) as error:
             silent = isinstance(error, TimeoutError)
@@ -205,14 +211,9 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         if _QUICKACK is not None:
             self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)  # type: ignore[union-attr]  # connected
 
-    def write(
-        self, data: bytes, *, timeout: float, tick: Callable[[], None] | None = None
-    ) -> None:
-        """Write all the bytes.
-
-        While the broker reads nothing, call ``tick`` repeatedly, so that deadlines take
-        effect. If the write fails, close the connection and raise ``OSError``.
-        """
+    def write(self, data: bytes, *, timeout: float) -> None:
+        """Write all the bytes. While the broker reads nothing, deadlines take effect.
+        If the write fails, close the connection and raise ``OSError``."""
         give_up = time.monotonic() + timeout
         view = memoryview(data)
         selector: selectors.BaseSelector | None = None
@@ -224,14 +225,13 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                     view = view[sent:]
                     give_up = time.monotonic() + timeout
                     if selector is not None:
-                        self._listener.on_progress()
+                        self.listener.on_progress()
                 except _RETRY:
                     if selector is None:
                         selector = selectors.DefaultSelector()
                         selector.register(self._socket, selectors.EVENT_WRITE)  # type: ignore[arg-type]  # connected
                     selector.select(0.05)
-                    if tick is not None:
-                        tick()
+                    self.listener.tick()
                     if time.monotonic() >= give_up:
                         raise TimeoutError(
                             f"the broker has read nothing for {timeout:g} s"
@@ -255,7 +255,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         the thread that reads. Also return 0 if the write fails. The next ``write`` then
         reports the error.
         """
-        if self._options.tls is not None or self._socket is None:
+        if self.options.tls is not None or self._socket is None:
             return 0
         try:
             with self._write_lock:
@@ -309,4 +309,138 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
 
     def _over(self, reason: str, *, silent: bool = False) -> None:
         self._reason = self._reason or reason
-        self._listener.on_lost(self._reason, silent=silent)
+        self.listener.on_lost(self._reason, silent=silent)
+
+
+class Writer:
+    """The queue of frames, and the thread that writes them. The connection's lock
+    guards every attribute."""
+
+    def __init__(
+        self, transport: Transport, lock: threading.RLock, ledger: Ledger
+    ) -> None:
+        """Prepare a thread that writes queued frames to the transport."""
+        self._transport = transport
+        self._ledger = ledger
+        self._heartbeat: float | None = None
+        self._wake = threading.Condition(lock)
+        self._queue: deque[tuple[bytes, Pending | None]] = deque()
+        self._idle = False
+        #: The monotonic time until which the idle thread sleeps.
+        self._until = 0.0
+        self._stopped = False
+        #: Bytes queued and not yet taken for writing.
+        self.queued_bytes = 0
+        self._room = threading.Condition(lock)
+        self._thread = threading.Thread(
+            target=self._run,
+            name=f"jms-writer-{transport.address[0]}:{transport.address[1]}",
+            daemon=True,
+        )
+
+    def start(self, heartbeat: float | None) -> None:
+        """Start the thread. ``heartbeat`` is the seconds between heartbeats, or None
+        for no heartbeats."""
+        self._heartbeat = heartbeat
+        self._thread.start()
+
+    def put(self, data: bytes, entry: Pending | None = None) -> None:
+        """Queue one or more complete frames. The caller holds the lock."""
+        self._queue.append((data, entry))
+        self.queued_bytes += len(data)
+        if self._idle:
+            self._idle = False
+            self._wake.notify()
+
+    def put_now(self, data: bytes, entry: Pending) -> None:
+        """Write a frame on the calling thread, to save a thread switch. If other frames
+        are queued, or the socket would block, queue the frame instead. The caller holds
+        the lock."""
+        written = 0
+        if self._idle and not self._queue:
+            # The frame may be written before the next line runs, and so may its answer
+            # arrive.
+            entry.state = ON_WIRE
+            written = self._transport.write_some(data)
+            if not written:
+                entry.state = QUEUED
+        if not written:
+            self.put(data, entry)
+        elif written < len(data):
+            self.put(data[written:])
+        elif entry.deadline < self._until:
+            self._idle = False
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """Stop writing. The caller holds the lock."""
+        self._stopped = True
+        self._queue.clear()
+        self._wake.notify()
+        self._room.notify_all()
+
+    def wait_for_room(self, limit: int, seconds: float) -> bool:
+        """Wait until at most ``limit`` bytes are queued, and return True. Return False
+        after ``seconds``. The caller holds the lock."""
+        give_up = time.monotonic() + seconds
+        while self.queued_bytes > limit and not self._stopped:
+            left = give_up - time.monotonic()
+            if left <= 0:
+                return False
+            self._room.wait(left)
+        return True
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread to end. Do nothing if the thread never ran, or if it is
+        the calling thread."""
+        if self._thread is not threading.current_thread() and self._thread.ident:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        timeout = self._transport.options.send_timeout
+        try:
+            while (data := self._next()) is not None:
+                self._transport.write(data, timeout=timeout)
+        except OSError:
+            pass  # the transport has informed the connection
+        except BaseException as error:
+            # Without this thread, no deadline would ever be checked.
+            self._transport.listener.on_lost(f"a fault of this client: {error!r}")
+            raise
+
+    def _next(self) -> bytes | None:
+        """Wait for frames, a due heartbeat or a deadline. Return the bytes to write, or
+        ``None`` to end the thread."""
+        never = float("inf")
+        beat = time.monotonic() + self._heartbeat if self._heartbeat else never
+        with self._wake:
+            while not self._queue and not self._stopped:
+                now = time.monotonic()
+                if now >= beat:
+                    self._transport.listener.tick()
+                    return b"\n"
+                if now >= self._ledger.next_deadline:
+                    self._transport.listener.tick()
+                    continue
+                moment = self._until = min(beat, self._ledger.next_deadline)
+                self._idle = True
+                self._wake.wait(None if moment == never else moment - now)
+                self._idle = False
+            return None if self._stopped else self._take()
+
+    def _take(self) -> bytes:
+        """Join queued frames up to the limit. Never split a frame."""
+        parts: list[bytes] = []
+        size = 0
+        queue, most = self._queue, self._transport.options.coalesce_bytes
+        while queue and (not parts or size + len(queue[0][0]) <= most):
+            data, entry = queue.popleft()
+            self.queued_bytes -= len(data)
+            if entry is not None:
+                if entry.state is not QUEUED:
+                    continue  # cancelled, or its deadline passed while it waited
+                entry.state = ON_WIRE
+            parts.append(data)
+            size += len(data)
+        self._room.notify_all()
+        return b"".join(parts)
