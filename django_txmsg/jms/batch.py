@@ -44,43 +44,30 @@ Item = tuple[str | Destination, Message] | Encoded
 _WORTH_A_TRANSACTION = 4
 
 
-class Receipts:
-    """Collects the outcomes of messages that are sent together."""
-
-    def __init__(self, outcomes: Outcomes, missing: int) -> None:
-        """``outcomes`` is the list that ``take`` fills. ``missing`` is the number of
-        messages that have no outcome yet."""
-        self._outcomes = outcomes
-        self._missing = missing
-        self.complete = threading.Event()
-
-    def take(self, index: int, outcome: MessagingError | None) -> None:
-        """Record the outcome of one message. After the last outcome, wake the
-        sender."""
-        self._outcomes[index] = outcome
-        self._missing -= 1
-        if not self._missing:
-            self.complete.set()
-
-
 class _OfMany(Pending):
     """The pending SEND frame of one message of a batch."""
 
-    __slots__ = ("_index", "_receipts")
+    __slots__ = ("_complete", "_missing")
 
     is_send = True
 
     def __init__(
-        self, what: str, timeout: float, receipts: Receipts, index: int
+        self,
+        what: str,
+        timeout: float,
+        missing: set[Pending],
+        complete: threading.Event,
     ) -> None:
-        """``receipts`` collects the outcome. ``index`` is the position of the message
-        in the batch."""
+        """``missing`` is the set of the batch's frames without an outcome. The last
+        outcome sets the event ``complete``."""
         super().__init__(what, timeout)
-        self._receipts = receipts
-        self._index = index
+        self._missing, self._complete = missing, complete
+        missing.add(self)
 
     def on_settled(self) -> None:
-        self._receipts.take(self._index, self.error)
+        self._missing.remove(self)
+        if not self._missing:
+            self._complete.set()
 
 
 def send(
@@ -205,11 +192,11 @@ def _with_receipts(
     timeout: float,
 ) -> None:
     link = session.link
-    receipts = Receipts(outcomes, len(part))
+    missing, complete = set[Pending](), threading.Event()
     entries = []
-    for index, one in part:
+    for _, one in part:
         what = f"message {one.provided.message_id}"
-        entry = _OfMany(what, timeout, receipts, index)
+        entry = _OfMany(what, timeout, missing, complete)
         entry.receipt = link.ledger.new_receipt()
         entries.append((one.frame(entry.receipt), entry))
     with link.lock, link.whole:
@@ -221,8 +208,10 @@ def _with_receipts(
             return
         for frame, entry in entries:
             link.put(frame, entry, at_once=len(entries) == 1)
-    while not receipts.complete.wait(1.0):
+    while not complete.wait(1.0):
         pass
+    for (index, _), (_, entry) in zip(part, entries, strict=True):
+        outcomes[index] = entry.error
 
 
 def _ended(

@@ -22,6 +22,7 @@ from .errors import (
     UnsupportedOperationError,
     WindowFullError,
 )
+from .ledger import Pending
 from .liveness import Closing
 from .message import Message
 from .sending import SendingSession
@@ -74,19 +75,8 @@ class MessageProducer(Closing):
         if session.transacted:
             self._send_in_transaction(message, encoded, what, for_room)
             return
-        sends = session.sends
-        send = WaitedSend(link, what, for_receipt, sends, encoded.size)
-        send.receipt = link.ledger.new_receipt()
-        frame = encoded.frame(send.receipt)
-        with link.lock:
-            self._wait_for_room(message, encoded, for_room, listened=False)
-            try:  # link.whole, at less cost
-                sends.take(encoded.size)
-                link.put(frame, send, at_once=True)
-                message._provided = encoded.provided
-            except BaseException as error:
-                link.whole.broken_by(error)
-                raise
+        send = WaitedSend(link, what, for_receipt, session.sends, encoded.size)
+        self._queue(message, encoded, send, for_room)
         send.wait()
 
     def send_async(
@@ -142,23 +132,40 @@ class MessageProducer(Closing):
         for_room, for_receipt = self._timeouts(timeout)
         sends, size, scope = session.sends, encoded.size, (link, session, self)
         send = AsyncSend(what, for_receipt, sends, message, listener, size, scope)
+        self._queue(message, encoded, send, for_room)
+        return send
+
+    def _queue(
+        self,
+        message: Message,
+        encoded: Encoded,
+        send: WaitedSend | AsyncSend,
+        for_room: float,
+    ) -> None:
+        """Wait for room in the window, and queue the frame of the message."""
+        session, link, sends = self.session, self.session.link, self.session.sends
+        listened = isinstance(send, AsyncSend)
         send.receipt = link.ledger.new_receipt()
         with link.lock:
-            self._wait_for_room(message, encoded, for_room, listened=True)
-            try:
-                sends.take(size)
-                if not session.transacted:
-                    link.put(encoded.frame(send.receipt), send)
+            self._check_accepts(message)
+            if not sends.has_room(encoded.size, listened=listened):
+                check = partial(self._check_accepts, message)
+                sends.wait_for_room(encoded.size, for_room, check, listened=listened)
+            try:  # link.whole, at less cost
+                sends.take(encoded.size)
+                if session.transacted:
+                    self._put_in_transaction(encoded, send.what, send)
                 else:
-                    self._put_in_transaction(encoded, what, send)
-                message._in_flight = True
+                    frame = encoded.frame(send.receipt)
+                    link.put(frame, send, at_once=not listened)
                 message._provided = encoded.provided
-                # It is in the ledger now, so it will be settled and reported.
-                self._last = sends.enqueue(send)
+                if isinstance(send, AsyncSend):
+                    message._in_flight = True
+                    # It is in the ledger now, so it will be settled and reported.
+                    self._last = sends.enqueue(send)
             except BaseException as error:
                 link.whole.broken_by(error)
                 raise
-        return send
 
     def _send_in_transaction(
         self, message: Message, encoded: Encoded, what: str, for_room: float
@@ -177,7 +184,7 @@ class MessageProducer(Closing):
                 message._provided = encoded.provided
 
     def _put_in_transaction(
-        self, encoded: Encoded, what: str, send: AsyncSend | None
+        self, encoded: Encoded, what: str, send: Pending | None
     ) -> None:
         """Queue a SEND frame in the session's transaction. The caller holds the lock.
 
@@ -205,20 +212,6 @@ class MessageProducer(Closing):
             transaction.loose(encoded.frame(transaction=name))
         else:
             link.put(encoded.frame(send.receipt, name), send)
-
-    def _wait_for_room(
-        self,
-        message: Message,
-        encoded: Encoded,
-        seconds: float,
-        *,
-        listened: bool,
-    ) -> None:
-        self._check_accepts(message)
-        sends = self.session.sends
-        if not sends.has_room(encoded.size, listened=listened):
-            check = partial(self._check_accepts, message)
-            sends.wait_for_room(encoded.size, seconds, check, listened=listened)
 
     def _timeouts(self, timeout: float | None) -> tuple[float, float]:
         """Return two times in seconds: how long to wait for room, and how long to wait
