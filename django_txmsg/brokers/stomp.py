@@ -57,31 +57,28 @@ def outcome(
     the message was stored. Pass `alone=True` if no other message was in flight."""
     if error is None:
         return None
+    text = str(error)
     if isinstance(error, jms.SendHeldBackError):
-        return DispatchHeld(str(error))
-    if isinstance(error, jms.SendRejectedError):
-        found = refusals.by_stomp(error.broker_message, str(error))
-        if alone and isinstance(found, DispatchUnknown):
-            return DestinationUnavailable(str(error))
-        return found
+        return DispatchHeld(text)
     if isinstance(
         error,
         jms.InvalidDestinationError
         | jms.MessageFormatError
         | jms.UnsupportedOperationError,
     ):
-        return DispatchRejected(str(error))
+        return DispatchRejected(text)
+    rejected = isinstance(error, jms.SendRejectedError)
     hung_up = isinstance(error, jms.ConnectionLostError) and not error.silent
     written = getattr(error, "written", True)
-    if alone and hung_up and written:
-        if dialect == "rabbitmq" and not error.broker_message:
-            return DestinationUnavailable(f"{_WORDLESS} {error}")
-        found = refusals.by_stomp(error.broker_message, str(error))
-        if isinstance(found, DestinationUnavailable):
+    if rejected or (alone and hung_up and written):
+        if hung_up and dialect == "rabbitmq" and not error.broker_message:
+            return DestinationUnavailable(f"{_WORDLESS} {text}")
+        found = refusals.by_stomp(error.broker_message, text)
+        if alone and isinstance(found, DispatchUnknown):
+            return DestinationUnavailable(text)
+        if rejected or isinstance(found, DestinationUnavailable):
             return found
-        if isinstance(found, DispatchUnknown):
-            return DestinationUnavailable(str(error))
-    return DispatchUnknown(str(error), written=written, hung_up=hung_up)
+    return DispatchUnknown(text, written=written, hung_up=hung_up)
 
 
 def _unanswered(error: jms.MessagingError) -> DispatchUnknown:

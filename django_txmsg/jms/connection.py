@@ -267,22 +267,16 @@ class ConnectionFactory:
         hosts = ",".join(f"{host}:{port}" for host, port in self.addresses)
         return f"<ConnectionFactory {hosts}>"
 
-    def create_connection(
-        self, user: str | None = None, password: str | None = None
-    ) -> Connection:
+    def create_connection(self) -> Connection:
         """Connect to the first host that accepts the connection.
 
         Raises ``ConnectionFailedError`` if no host accepts. The error's text has the
-        reason for every host. Raises ``ValueError`` if the user or password contains a
-        line break.
+        reason for every host.
         """
-        options = self.options
-        if user is not None:
-            options = replace(options, user=user, password=password)
         reasons = []
         for address in self.addresses:
             try:
-                return Connection(address, options)
+                return Connection(address, self.options)
             except ConnectionFailedError as error:
                 reasons.append(str(error))
             except OSError as error:

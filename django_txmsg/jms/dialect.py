@@ -34,10 +34,6 @@ class Dialect:
     prefetch_header: str = "activemq.prefetchSize"
     #: One message of prefetch, in the header's unit.
     prefetch_unit: int = 1
-    #: Header of SEND with the moment a message expires, in epoch milliseconds ...
-    expires_header: str | None = "expires"
-    #: ... or with the remaining milliseconds.
-    time_to_live_header: str | None = None
     #: Headers of SEND that this broker reads as whole numbers.
     number_headers: frozenset[str] = frozenset(
         {
@@ -107,25 +103,13 @@ class Dialect:
 
     def expiry_headers(self, now_ms: int, time_to_live_ms: int) -> dict[str, str]:
         """Return the headers that make a message expire after its time to live."""
-        if self.expires_header:
-            return {self.expires_header: str(now_ms + time_to_live_ms)}
-        return {str(self.time_to_live_header): str(time_to_live_ms)}
+        return {"expires": str(now_ms + time_to_live_ms)}
 
     def delayed(
-        self, destination: Destination, delay_ms: int, *, transacted: bool
+        self, destination: Destination, delay_ms: int
     ) -> tuple[Destination, dict[str, str]]:
         """Return the destination and headers of a message that the broker must deliver
-        after this delay.
-
-        Raises ``UnsupportedOperationError`` in a transaction. The broker would schedule
-        the message only after the commit. A crash before that would lose the message.
-        """
-        if transacted:
-            raise UnsupportedOperationError(
-                f"{self.name} schedules a delayed message after the commit, not with "
-                "it: a crash between the two loses it. Send it outside the "
-                "transaction, or let the outbox hold it."
-            )
+        after this delay."""
         return destination, {"AMQ_SCHEDULED_DELAY": str(delay_ms)}
 
     def subscribe_headers(
@@ -169,8 +153,6 @@ class RabbitMQDialect(Dialect):
     forbidden_in_names: str = "/"
     prefetch_header: str = "prefetch-count"
     number_headers: frozenset[str] = frozenset({"expiration", "priority"})
-    expires_header: str | None = None
-    time_to_live_header: str | None = "expiration"
     commit_proves_sends: bool = False
     errors_name_receipts: bool = False
     answers_inside_transaction: bool = False
@@ -228,8 +210,13 @@ class RabbitMQDialect(Dialect):
             "died|connection_forced|internal_error", broker_message, re.I
         )
 
+    def expiry_headers(self, now_ms: int, time_to_live_ms: int) -> dict[str, str]:
+        """Return the header with the time to live, because RabbitMQ does not read the
+        moment at which a message expires."""
+        return {"expiration": str(time_to_live_ms)}
+
     def delayed(
-        self, destination: Destination, delay_ms: int, *, transacted: bool
+        self, destination: Destination, delay_ms: int
     ) -> tuple[Destination, dict[str, str]]:
         """Return a delay queue, and headers that make the message expire there after
         the delay. RabbitMQ then moves the message to its destination.
@@ -239,11 +226,6 @@ class RabbitMQDialect(Dialect):
         and so on. So a message waits for at most twice its delay or one second,
         whichever is longer. The longest delay is 49 days.
         """
-        if transacted:
-            raise UnsupportedOperationError(
-                f"{self.name} proves no send by its COMMIT. Send a delayed message "
-                "outside the transaction, or let the outbox hold it."
-            )
         if delay_ms > wire.MAX_RABBITMQ_DELAY:
             raise UnsupportedOperationError(
                 f"{self.name} delays a message by 49 days at most. Let the outbox hold "

@@ -123,8 +123,14 @@ class SendingSession(Closing):
                 left = delivery.time_to_live // _MILLISECOND
                 headers |= dialect.expiry_headers(int(now.timestamp() * 1000), left)
             if held := delivery.delay // _MILLISECOND:
-                via, held_by = dialect.delayed(target, held, transacted=self.transacted)
-                if delivery.time_to_live and dialect.time_to_live_header in held_by:
+                if self.transacted:
+                    raise UnsupportedOperationError(
+                        f"{dialect.name} stores a delayed message after the commit, "
+                        "not with it: a crash between the two loses it. Send it "
+                        "outside the transaction, or let the outbox hold it."
+                    )
+                via, held_by = dialect.delayed(target, held)
+                if delivery.time_to_live and "expiration" in held_by:
                     raise UnsupportedOperationError(
                         f"{dialect.name} delays a message by letting it expire: it "
                         "cannot have a time to live as well."

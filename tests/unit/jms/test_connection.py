@@ -60,11 +60,11 @@ def test_when_no_host_answers_the_error_has_every_hosts_reason() -> None:
 
 def test_credentials_are_sent_and_a_refusal_says_why(scripted: Scripted) -> None:
     broker = scripted(users={"me": "pa:ss\\word"})
-    factory = jms.ConnectionFactory(broker.url)
 
-    factory.create_connection("me", "pa:ss\\word").close()
+    right = jms.ConnectionFactory(broker.url, user="me", password="pa:ss\\word")
+    right.create_connection().close()
     with pytest.raises(jms.ConnectionFailedError, match="password is invalid"):
-        factory.create_connection("me", "wrong")
+        jms.ConnectionFactory(broker.url, user="me").create_connection()
 
 
 def test_the_stack_trace_of_a_refusal_is_left_out(scripted: Scripted) -> None:

@@ -80,11 +80,11 @@ def test_long_delay_blocks_only_similar_delays(milliseconds: int, queue: str) ->
     limit of 1, 2, 4, 8 … seconds. A message waits in the queue with the lowest limit
     that its delay does not exceed. So a message waits for at most twice its delay or
     one second, whichever is longer."""
-    waits, headers = RABBITMQ.delayed(Destination("x"), milliseconds, transacted=False)
+    waits, headers = RABBITMQ.delayed(Destination("x"), milliseconds)
     assert str(waits) == queue
     assert int(headers["expiration"]) == milliseconds
 
 
 def test_a_delay_beyond_what_the_broker_can_is_refused_and_not_shortened() -> None:
     with pytest.raises(jms.UnsupportedOperationError, match="49 days"):
-        RABBITMQ.delayed(Destination("x"), MAX_RABBITMQ_DELAY + 1, transacted=False)
+        RABBITMQ.delayed(Destination("x"), MAX_RABBITMQ_DELAY + 1)
