@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from django_txmsg.brokers.amqp import frames, session
-from django_txmsg.brokers.amqp.link import Link, Transport
-from django_txmsg.brokers.amqp.options import Options
+from django_txmsg.brokers.amqp.link import Link, Options, Transport
 from tests.faults import wait_until
 
 

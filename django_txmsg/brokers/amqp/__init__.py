@@ -14,8 +14,7 @@ from ...envelope.broker_url import hurry
 from ...errors import BrokerUnavailable
 from .. import deaths
 from ..base import Broker, faults
-from .link import Link
-from .options import read_url
+from .link import Link, read_url
 from .session import AmqpSession
 
 

@@ -3,6 +3,8 @@
 Only the thread that holds the lock `owned` writes and reads. The session's thread holds
 this lock during a request. At other times the process's heartbeat thread may take the
 lock to send a heartbeat.
+
+The options come from the URL `amqp://user:password@host:5672/vhost?heartbeat=10`.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import unquote
 
 import amqp
 from amqp import spec
 
+from ...envelope import broker_url
+from ...envelope.broker_url import ConnectionOptions, without_password
 from ...errors import BrokerUnavailable
 from . import frames
-from .options import Options
 
+DEFAULT_PORTS = {"amqp": 5672, "amqps": 5671}
 _BANNER = b"AMQP\x00\x00\x09\x01"
 _HEADER = struct.Struct(">BHI")
 _AT_ONCE = 256 * 1024
@@ -31,6 +37,41 @@ _END = 0xCE
 
 #: Type, channel and payload.
 Frame = tuple[int, int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Options(ConnectionOptions):
+    """The options of a session."""
+
+    user: str = "guest"
+    password: str = field(default="guest", repr=False)
+    #: Virtual host; also the path of the URL.
+    vhost: str = "/"
+    #: Seconds between heartbeats in both directions; 0 for none.
+    heartbeat: int = 10
+    #: Most unconfirmed sends before the next ones wait.
+    max_in_flight: int = 1000
+    #: Whether missing queues are declared.
+    declare: bool = True
+    #: The type of a declared queue.
+    queue_type: Literal["quorum", "classic"] = "quorum"
+
+
+def read_url(url: str) -> tuple[Options, list[tuple[str, int]]]:
+    """Return the options and addresses of a URL.
+
+    Raises ValueError for a malformed URL or an unknown option, and OSError or
+    ssl.SSLError if a certificate file cannot be read.
+    """
+    parts, query = broker_url.read_url(url)
+    if parts.fragment:
+        raise ValueError(
+            f'{without_password(url)} is not a broker URL: percent-encode a "#"'
+        )
+    given = {}
+    if len(parts.path) > 1 and "vhost" not in query:
+        given["vhost"] = unquote(parts.path[1:])
+    return broker_url.read_connection(url, Options, DEFAULT_PORTS, given)
 
 
 class Transport:
