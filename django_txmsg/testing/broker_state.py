@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from .frames import Frame
 from .profiles import Profile
@@ -41,11 +42,6 @@ class StoredMessage:
     #: Epoch seconds after which it is not delivered any more.
     expires_at: float | None = None
     number: int = field(default_factory=lambda: next(_numbers))
-
-    @property
-    def persistent(self) -> bool:
-        """Whether the message survives a restart of the broker."""
-        return self.headers.get("persistent") == "true"
 
     @property
     def text(self) -> str:
@@ -107,11 +103,8 @@ class Subscription:
 class Queue:
     """A queue: messages in order, and the subscriptions that receive them."""
 
-    def __init__(self, name: str, *, temporary: bool = False) -> None:
-        """Create an empty queue. A temporary queue belongs to a topic subscription that
-        is not durable."""
-        self.name = name
-        self.temporary = temporary
+    def __init__(self) -> None:
+        """Create an empty queue."""
         self.messages: deque[StoredMessage] = deque()
         self.subscriptions: deque[Subscription] = deque()
 
@@ -153,14 +146,11 @@ class Store:
 
     def queue(self, destination: str) -> Queue:
         """Return the queue with this name. Create it on first use."""
-        return self.queues.setdefault(destination, Queue(destination))
+        return self.queues.setdefault(destination, Queue())
 
-    def topic_queue(self, topic: str, subscription: str, *, durable: bool) -> Queue:
+    def topic_queue(self, topic: str, subscription: str) -> Queue:
         """Return the queue that holds a subscription's copies of a topic's messages."""
-        queues = self._topics.setdefault(topic, {})
-        if subscription not in queues:
-            queues[subscription] = Queue(subscription, temporary=not durable)
-        return queues[subscription]
+        return self._topics.setdefault(topic, {}).setdefault(subscription, Queue())
 
     def forget(self, topic: str, subscription: str) -> None:
         """Delete a subscription of a topic, with its waiting messages."""
@@ -174,16 +164,6 @@ class Store:
                 expires_at=message.expires_at,
             )  # fmt: skip
             queue.put(copy)
-
-    def lose_volatile(self) -> None:
-        """Drop all messages that are not persistent, and all subscriptions that are not
-        durable."""
-        for topic in self._topics.values():
-            for name in [n for n, queue in topic.items() if queue.temporary]:
-                del topic[name]
-        topics = [queue for topic in self._topics.values() for queue in topic.values()]
-        for queue in [*self.queues.values(), *topics]:
-            queue.messages = deque(m for m in queue.messages if m.persistent)
 
 
 # The frames that the scripted broker received, and how a test waits for them.
@@ -389,23 +369,6 @@ class Loop:
             self._loop.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How the broker splits each write into pieces. The broker pauses after each
-    piece."""
-
-    every: int | None = None
-    at: tuple[int, ...] = ()
-    pause: float = 0.0
-
-    def pieces(self, data: bytes) -> list[bytes]:
-        """Return the pieces into which the bytes of one write are split."""
-        if self.every:
-            return [data[i : i + self.every] for i in range(0, len(data), self.every)]
-        borders = [0, *(b for b in sorted(self.at) if 0 < b < len(data)), len(data)]
-        return [data[a:b] for a, b in itertools.pairwise(borders)]
-
-
 class BrokerState(Record):
     """The state of the scripted broker, without sockets. Use it only with the lock
     held."""
@@ -422,8 +385,31 @@ class BrokerState(Record):
         self.loop = Loop(self.changed, self.failed)
         self.script = Script()
         self.store = Store()
-        self.split = Split()
+        #: The most bytes of one write, and the seconds until the next one.
+        self.piece: int | None = None
+        self.pause = 0.0
         self.silent = False
+        self.listening = False
+        #: The connections that are open, in the order they were made.
+        self.peers: list[Any] = []
+        #: How many connections were accepted so far.
+        self.accepted = 0
+
+    def accept(self, peer: Any) -> None:
+        """Count a connection that a client has made."""
+        if not self.listening:
+            peer.end("the broker has stopped meanwhile")
+            return
+        self.accepted += 1
+        peer.number = self.accepted
+        self.peers.append(peer)
+        self.changed.notify_all()
+
+    def forget(self, peer: Any) -> None:
+        """Remove a connection that has ended."""
+        if peer in self.peers:
+            self.peers.remove(peer)
+        self.changed.notify_all()
 
     def is_topic(self, headers: Mapping[str, str]) -> bool:
         """Return True if the imitated broker would treat the destination in these

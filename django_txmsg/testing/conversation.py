@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from .broker_state import StoredMessage, Subscription
+from .broker_state import BrokerState, StoredMessage, Subscription
 from .frames import Frame
 from .peer import Peer
 from .script import PLAIN, Held, Rule, Verb
@@ -36,40 +36,6 @@ class Transaction:
         self.kept.append((Frame(frame.command, headers, frame.body), rule))
 
 
-class Session:
-    """A client's subscriptions and open transactions."""
-
-    def __init__(self, peer: Peer) -> None:
-        """Create a session that waits for CONNECT."""
-        self.peer = peer
-        self.broker = peer.broker
-        self.profile = peer.broker.profile
-        self.connected = False
-        self.client_id = ""
-        self.subscriptions: dict[str, Subscription] = {}
-        self.transactions: dict[str, Transaction] = {}
-        #: Subscriptions ended by the client whose unacknowledged messages still count
-        #: as delivered.
-        self.ended_subscriptions: list[Subscription] = []
-        #: Topic and name of subscriptions that end with the connection.
-        self.temporary: list[tuple[str, str]] = []
-        #: Frames of a transaction that are obeyed once its COMMIT is answered.
-        self.replay: list[tuple[Frame, Rule]] = []
-
-    def ended(self) -> None:
-        """End the session. Abort its open transactions, and make its unacknowledged
-        messages available to other clients."""
-        self.transactions.clear()
-        subscriptions, self.subscriptions = self.subscriptions, {}
-        for subscription in [*subscriptions.values(), *self.ended_subscriptions]:
-            subscription.stop()
-            subscription.give_back()
-        self.ended_subscriptions.clear()
-        for topic, name in self.temporary:
-            self.broker.store.forget(topic, name)
-        self.temporary.clear()
-
-
 #: Headers of SEND that belong to the protocol and do not reach the receiver.
 _NOT_PASSED_ON = frozenset(
     {"receipt", "transaction", "message-id", "redelivered", "subscription", "ack"}
@@ -81,7 +47,7 @@ class RefusedError(Exception):
     frame."""
 
 
-def _connect(talk: Session, frame: Frame) -> None:
+def _connect(talk: Conversation, frame: Frame) -> None:
     if talk.connected:
         raise RefusedError("already connected")
     if "1.2" not in frame.headers.get("accept-version", "1.0").split(","):
@@ -94,18 +60,18 @@ def _connect(talk: Session, frame: Frame) -> None:
     if users is not None and (login not in users or users[login] != passcode):
         raise RefusedError(f"User name [{login}] or password is invalid.")
     talk.client_id = frame.headers.get("client-id", "")
-    sends, wants = talk.peer.agree_heartbeats(frame.headers.get("heart-beat", "0,0"))
+    sends, wants = talk.agree_heartbeats(frame.headers.get("heart-beat", "0,0"))
     headers = {
         "version": "1.2",
         "server": talk.profile.server,
-        "session": f"scripted-{talk.peer.number}",
+        "session": f"scripted-{talk.number}",
         "heart-beat": f"{sends},{wants}",
     }
-    talk.peer.send(Frame("CONNECTED", headers))
+    talk.send(Frame("CONNECTED", headers))
     talk.connected = True
 
 
-def _send(talk: Session, frame: Frame) -> None:
+def _send(talk: Conversation, frame: Frame) -> None:
     if not frame.destination:
         raise RefusedError("SEND without a destination")
     headers = {k: v for k, v in frame.headers.items() if k not in _NOT_PASSED_ON}
@@ -125,7 +91,7 @@ def _send(talk: Session, frame: Frame) -> None:
         _transaction(talk, frame).sends.append(message)
 
 
-def _store(talk: Session, message: StoredMessage) -> None:
+def _store(talk: Conversation, message: StoredMessage) -> None:
     headers = message.headers
     delay = headers.get(talk.profile.delay_header or "")
     if talk.profile.expires_relative and "x-dead-letter-routing-key" in headers:
@@ -142,7 +108,7 @@ def _store(talk: Session, message: StoredMessage) -> None:
         talk.broker.loop.call(store, int(delay) / 1000)
 
 
-def _subscribe(talk: Session, frame: Frame) -> None:
+def _subscribe(talk: Conversation, frame: Frame) -> None:
     name = frame.headers.get("id")
     if not name or not frame.destination:
         raise RefusedError("SUBSCRIBE needs an id and a destination")
@@ -159,13 +125,13 @@ def _subscribe(talk: Session, frame: Frame) -> None:
     if talk.broker.is_topic(frame.headers):
         durable = frame.headers.get(profile.durable_header)
         if durable is None:
-            own = f"{talk.peer.number}:{name}"
+            own = f"{talk.number}:{name}"
             talk.temporary.append((frame.destination, own))
         elif profile.durable_needs_client_id and not talk.client_id:
             raise RefusedError("A durable subscription needs a client-id on CONNECT")
         else:
             own = f"{talk.client_id}:{durable}"
-        queue = store.topic_queue(frame.destination, own, durable=durable is not None)
+        queue = store.topic_queue(frame.destination, own)
     else:
         queue = store.queue(frame.destination)
     deliver = partial(_deliver, talk)
@@ -177,7 +143,7 @@ def _subscribe(talk: Session, frame: Frame) -> None:
 
 
 def _deliver(
-    talk: Session, subscription: Subscription, ack_id: str, message: StoredMessage
+    talk: Conversation, subscription: Subscription, ack_id: str, message: StoredMessage
 ) -> None:
     headers = {
         **message.headers,
@@ -189,10 +155,10 @@ def _deliver(
     }
     if message.redelivered or talk.profile.always_says_redelivered:
         headers["redelivered"] = str(message.redelivered).lower()
-    talk.peer.send(Frame("MESSAGE", headers, message.body))
+    talk.send(Frame("MESSAGE", headers, message.body))
 
 
-def _unsubscribe(talk: Session, frame: Frame) -> None:
+def _unsubscribe(talk: Conversation, frame: Frame) -> None:
     name = frame.headers.get("id", "")
     durable = frame.headers.get(talk.profile.durable_header)
     subscription = talk.subscriptions.pop(name, None)
@@ -211,14 +177,14 @@ def _unsubscribe(talk: Session, frame: Frame) -> None:
         talk.broker.store.forget(frame.destination, f"{talk.client_id}:{durable}")
 
 
-def _acknowledge(talk: Session, frame: Frame) -> None:
+def _acknowledge(talk: Conversation, frame: Frame) -> None:
     ack_id = frame.headers.get("id", "")
     in_transactions = {one[1] for t in talk.transactions.values() for one in t.settles}
     unsettled = (s for s in talk.subscriptions.values() if ack_id in s.pending)
     subscription = next(unsettled, None)
     if subscription is None or ack_id in in_transactions:
         talk.broker.violations.append(
-            f"connection {talk.peer.number}: ACK of {ack_id!r}, "
+            f"connection {talk.number}: ACK of {ack_id!r}, "
             "which is not delivered, or settled already"
         )
         raise RefusedError(f"Unexpected ACK received for message-id [{ack_id}]")
@@ -230,21 +196,21 @@ def _acknowledge(talk: Session, frame: Frame) -> None:
     subscription.settle(ack_id)
 
 
-def _transaction(talk: Session, frame: Frame) -> Transaction:
+def _transaction(talk: Conversation, frame: Frame) -> Transaction:
     name = frame.transaction or ""
     if name not in talk.transactions:
         raise RefusedError(f"Invalid transaction id: {name}")
     return talk.transactions[name]
 
 
-def _begin(talk: Session, frame: Frame) -> None:
+def _begin(talk: Conversation, frame: Frame) -> None:
     name = frame.transaction
     if not name or name in talk.transactions:
         raise RefusedError(f"The transaction was already started: {name}")
     talk.transactions[name] = Transaction()
 
 
-def _commit(talk: Session, frame: Frame) -> None:
+def _commit(talk: Conversation, frame: Frame) -> None:
     transaction = _transaction(talk, frame)
     del talk.transactions[frame["transaction"]]
     if transaction.spoilt:
@@ -257,17 +223,17 @@ def _commit(talk: Session, frame: Frame) -> None:
     talk.replay = transaction.kept
 
 
-def _abort(talk: Session, frame: Frame) -> None:
+def _abort(talk: Conversation, frame: Frame) -> None:
     _transaction(talk, frame)
     del talk.transactions[frame["transaction"]]
 
 
-def _disconnect(talk: Session, frame: Frame) -> None:
+def _disconnect(talk: Conversation, frame: Frame) -> None:
     """Do nothing here, because ``Conversation`` closes the connection after the
     receipt."""
 
 
-COMMANDS: dict[str, Callable[[Session, Frame], None]] = {
+COMMANDS: dict[str, Callable[[Conversation, Frame], None]] = {
     "CONNECT": _connect,
     "STOMP": _connect,
     "SEND": _send,
@@ -281,19 +247,49 @@ COMMANDS: dict[str, Callable[[Session, Frame], None]] = {
 }
 
 
-class Conversation(Session):
-    """Answers each frame of a client."""
+class Conversation(Peer):
+    """A connection that answers each frame of its client, with the client's
+    subscriptions and open transactions."""
+
+    def __init__(self, broker: BrokerState) -> None:
+        """Create a conversation that waits for CONNECT."""
+        super().__init__(broker)
+        self.profile = broker.profile
+        self.connected = False
+        self.client_id = ""
+        self.subscriptions: dict[str, Subscription] = {}
+        self.transactions: dict[str, Transaction] = {}
+        #: Subscriptions ended by the client whose unacknowledged messages still count
+        #: as delivered.
+        self.ended_subscriptions: list[Subscription] = []
+        #: Topic and name of subscriptions that end with the connection.
+        self.temporary: list[tuple[str, str]] = []
+        #: Frames of a transaction that are obeyed once its COMMIT is answered.
+        self.replay: list[tuple[Frame, Rule]] = []
+
+    def ended(self) -> None:
+        """Abort the open transactions, and make its unacknowledged
+        messages available to other clients."""
+        self.transactions.clear()
+        subscriptions, self.subscriptions = self.subscriptions, {}
+        for subscription in [*subscriptions.values(), *self.ended_subscriptions]:
+            subscription.stop()
+            subscription.give_back()
+        self.ended_subscriptions.clear()
+        for topic, name in self.temporary:
+            self.broker.store.forget(topic, name)
+        self.temporary.clear()
 
     def arrive(self, frame: Frame) -> None:
         """Record a frame, and answer it according to the script or the profile."""
         rule = self.broker.script.rule_for(frame)
         if rule.verb is Verb.STALL:
-            self.peer.put_back(frame)
-            self.peer.stall()
+            self.put_back(frame)
+            self.stall()
             return
-        self.broker.record(self.peer.number, frame)
+        self.broker.record(self.number, frame)
         if rule.verb is Verb.CUT:
-            self.peer.cut(reset=rule.reset)
+            self.cut(reset=rule.reset)
         elif rule.call is not None:
             rule.call(self, frame)
         else:
@@ -313,10 +309,10 @@ class Conversation(Session):
         else:
             self._answer(frame, rule)
         if rule.verb is Verb.CUT_AFTER:
-            self.peer.cut(reset=rule.reset)
+            self.cut(reset=rule.reset)
 
     def _answer(self, frame: Frame, rule: Rule) -> None:
-        if self.peer.ending:
+        if self.ending:
             return
         if rule.verb is Verb.REJECT:
             self.refuse(
@@ -340,23 +336,19 @@ class Conversation(Session):
         for held in replay:
             self._answer(*held)
         if frame.command == "DISCONNECT" and rule.verb is not Verb.HOLD:
-            self.peer.hang_up()
+            self.hang_up()
 
     def _receipt(self, frame: Frame, rule: Rule) -> None:
         """Send the receipt that a frame has asked for. A rule may hold, drop or repeat
         the receipt."""
-        silent = rule.verb in {Verb.DROP, Verb.CUT_AFTER} and not rule.answers
-        if silent or frame.receipt is None or frame.command in {"CONNECT", "STOMP"}:
+        if frame.receipt is None or frame.command in {"CONNECT", "STOMP"}:
             return
         answer = Frame("RECEIPT", {"receipt-id": frame.receipt})
         if rule.verb is Verb.HOLD:
-            self.broker.script.hold(rule, Held(frame, lambda: self.peer.send(answer)))
+            self.broker.script.hold(rule, Held(frame, lambda: self.send(answer)))
             return
-        copies = rule.copies
-        if frame.command == "DISCONNECT" and rule.verb is not Verb.DUPLICATE:
-            copies += self.profile.repeats_disconnect_receipt
-        for _ in range(copies):
-            self.peer.send(answer)
+        for _ in range(rule.copies):
+            self.send(answer)
 
     def refuse(
         self,
@@ -381,13 +373,6 @@ class Conversation(Session):
         transaction = self.transactions.get(frame.transaction or "")
         if transaction is not None and frame.receipt is None:
             transaction.spoilt = self.profile.silent_error_spoils_transaction
-        self.peer.send(Frame("ERROR", headers, body))
+        self.send(Frame("ERROR", headers, body))
         if closes or not self.connected:
-            self.peer.hang_up()
-
-    def protest(self, what: str) -> None:
-        """Report a violation of the protocol to the client and to the test. Then close
-        the connection."""
-        self.broker.violations.append(f"connection {self.peer.number}: {what}")
-        self.peer.send(Frame("ERROR", {"message": what}))
-        self.peer.hang_up()
+            self.hang_up()

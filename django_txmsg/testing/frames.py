@@ -79,7 +79,6 @@ class Decoder:
         #: End-of-line bytes seen between frames: the client's heart-beats.
         self.heartbeats = 0
         self._buffer = bytearray()
-        self._wanted = 1
 
     def feed(self, data: bytes) -> list[Frame]:
         """Return the frames that these bytes complete.
@@ -89,56 +88,38 @@ class Decoder:
         """
         self._buffer += data
         found: list[Frame] = []
-        while len(self._buffer) >= self._wanted:
-            self._skip_heartbeats()
-            frame = self._next_frame()
-            if frame is None:
-                break
+        while frame := self._next_frame():
             found.append(frame)
         return found
 
-    def _skip_heartbeats(self) -> None:
-        size = 0
-        while size < len(self._buffer) and self._buffer[size] in b"\r\n":
-            self.heartbeats += self._buffer[size] == ord("\n")
-            size += 1
-        del self._buffer[:size]
-        self._wanted = 1
-
     def _next_frame(self) -> Frame | None:
         buffer = self._buffer
+        beats = buffer[: len(buffer) - len(buffer.lstrip(b"\r\n"))]
+        self.heartbeats += beats.count(b"\n")
+        del buffer[: len(beats)]
         blank = _BLANK_LINE.search(buffer)
         nul = buffer.find(b"\x00", 0, blank.start() if blank else len(buffer))
         if nul >= 0:
             raise FrameError(f"NUL in the headers: {bytes(buffer[:nul])!r}")
         if blank is None:
-            self._wanted = len(buffer) + 1
             return None
         start = blank.end()
         command, headers = self._read_headers(bytes(buffer[: blank.start()]))
         stop = self._end_of_body(start, headers.get("content-length"))
-        if stop is None:
+        if not 0 <= stop < len(buffer):
             return None
+        if buffer[stop]:
+            raise FrameError(f"no NUL after a body of {stop - start} bytes")
         frame = Frame(command, headers, bytes(buffer[start:stop]))
         del buffer[: stop + 1]
         return frame
 
-    def _end_of_body(self, start: int, length: str | None) -> int | None:
+    def _end_of_body(self, start: int, length: str | None) -> int:
         if length is None:
-            stop = self._buffer.find(b"\x00", start)
-            if stop < 0:
-                self._wanted = len(self._buffer) + 1
-                return None
-            return stop
+            return self._buffer.find(b"\x00", start)
         if not (length.isascii() and length.isdigit()):
             raise FrameError(f"content-length is not a number: {length!r}")
-        stop = start + int(length)
-        if len(self._buffer) <= stop:
-            self._wanted = stop + 1
-            return None
-        if self._buffer[stop]:
-            raise FrameError(f"no NUL after a body of {length} bytes")
-        return stop
+        return start + int(length)
 
     def _read_headers(self, block: bytes) -> tuple[str, dict[str, str]]:
         try:

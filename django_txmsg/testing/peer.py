@@ -12,9 +12,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from .broker_state import BrokerState
 from .frames import Decoder, Frame, FrameError, encode
@@ -22,42 +21,18 @@ from .frames import Decoder, Frame, FrameError, encode
 logger = logging.getLogger("django_txmsg.testing.peer")
 
 
-class FrameHandler(Protocol):
-    """Answers the client's frames."""
-
-    def arrive(self, frame: Frame) -> None:
-        """Handle the next frame."""
-
-    def protest(self, what: str) -> None:
-        """Report a violation of the protocol, and close the connection."""
-
-    def ended(self) -> None:
-        """Clean up after the end of the connection."""
-
-
 class Peer(asyncio.Protocol):
-    """The broker's end of one connection."""
+    """The broker's end of one connection. A subclass answers the client's frames."""
 
-    def __init__(
-        self,
-        broker: BrokerState,
-        handler: Callable[[Peer], FrameHandler],
-        on_start: Callable[[Peer], None],
-        on_end: Callable[[Peer], None],
-    ) -> None:
-        """``handler`` creates the object that answers the client's frames. ``on_start``
-        is called when the client has connected, and ``on_end`` at the end of the
-        connection."""
+    def __init__(self, broker: BrokerState) -> None:
+        """Create a peer that waits for its connection."""
         self.broker = broker
         #: The number of the connection, from 1.
         self.number = 0
         self.stalled = False
-        self.frozen = False
         self.closed = False
         self.last_read = time.monotonic()
         self.decoder = Decoder()
-        self.conversation = handler(self)
-        self._on_start, self._on_end = on_start, on_end
         self._beat_every = self._beats_due = 0.0
         self._backlog: deque[Frame] = deque()
         self._out: deque[bytes] = deque()
@@ -76,13 +51,21 @@ class Peer(asyncio.Protocol):
         written. The client's frames are then ignored."""
         return self.closed or self._leaving
 
+    def arrive(self, frame: Frame) -> None:
+        """Handle the next frame."""
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        """Clean up after the end of the connection."""
+        raise NotImplementedError
+
     # -- calls of the event loop ----------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
         """Begin the conversation."""
         self._transport: asyncio.Transport = transport
         self.broker.loop.transports.add(transport)
-        self.broker.loop.attempt(partial(self._on_start, self))
+        self.broker.loop.attempt(partial(self.broker.accept, self))
 
     def data_received(self, data: bytes) -> None:
         """Handle the frames that these bytes complete."""
@@ -108,7 +91,7 @@ class Peer(asyncio.Protocol):
         try:
             self._backlog.extend(self.decoder.feed(data))
         except FrameError as error:
-            self.conversation.protest(str(error))
+            self.protest(str(error))
             return
         self.work()
         self.broker.changed.notify_all()
@@ -117,7 +100,7 @@ class Peer(asyncio.Protocol):
         """Handle the frames that have arrived. Stop if a frame stalls or ends the
         connection."""
         while self._backlog and not (self.stalled or self.ending):
-            self.conversation.arrive(self._backlog.popleft())
+            self.arrive(self._backlog.popleft())
 
     def put_back(self, frame: Frame) -> None:
         """Put this frame back, so that it is handled again before all other frames."""
@@ -131,11 +114,11 @@ class Peer(asyncio.Protocol):
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
-        while self._out and not (self._pausing or self.frozen):
+        while self._out and not self._pausing:
             self._transport.write(self._out.popleft())
-            if self.broker.split.pause and self._out:
+            if self.broker.pause and self._out:
                 self._pausing = True
-                self.broker.loop.call(self._after_pause, self.broker.split.pause)
+                self.broker.loop.call(self._after_pause, self.broker.pause)
         if self._leaving:
             self._say_goodbye()
 
@@ -152,7 +135,8 @@ class Peer(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         """Queue raw bytes, which need not be a frame."""
         if not (self.closed or self._draining):
-            self._out.extend(self.broker.split.pieces(data))
+            size = self.broker.piece or len(data) or 1
+            self._out.extend(data[i : i + size] for i in range(0, len(data), size))
             self.broker.loop.call(self._go_on)
 
     def agree_heartbeats(self, wish: str) -> tuple[int, int]:
@@ -181,29 +165,36 @@ class Peer(asyncio.Protocol):
         # Generous: only a client that sends none at all fails the test.
         limit = 3 * self._beats_due + 1.0
         if not self.stalled and time.monotonic() - self.last_read > limit:
-            self.conversation.protest(f"no heartbeat for {limit:g} s")
+            self.protest(f"no heartbeat for {limit:g} s")
             return
         self.broker.loop.call(self._check_beats, self._beats_due)
 
-    def stall(self, *, write: bool = True) -> None:
-        """Stop reading. With ``write=False``, also stop writing."""
-        self.stalled, self.frozen = True, not write
+    def stall(self) -> None:
+        """Stop reading."""
+        self.stalled = True
         self.broker.loop.call(self._go_on)
 
     def resume(self) -> None:
-        """Read and write again."""
-        self.stalled = self.frozen = False
+        """Read again."""
+        self.stalled = False
         self.last_read = time.monotonic()
         self.work()
         self.broker.loop.call(self._go_on)
 
     def cut(self, *, reset: bool = False) -> None:
         """End the connection. With ``reset``, send RST immediately. Otherwise, first
-        write the queued bytes, unless the broker has stopped writing."""
-        if reset or self.frozen:
+        write the queued bytes."""
+        if reset:
             self.end("cut by the script", reset=reset)
         else:
             self.hang_up()
+
+    def protest(self, what: str) -> None:
+        """Report a violation of the protocol to the client and to the test. Then close
+        the connection."""
+        self.broker.violations.append(f"connection {self.number}: {what}")
+        self.send(Frame("ERROR", {"message": what}))
+        self.hang_up()
 
     def hang_up(self) -> None:
         """Write the queued bytes, then end the connection."""
@@ -242,5 +233,5 @@ class Peer(asyncio.Protocol):
         self._over()
 
     def _over(self) -> None:
-        self.conversation.ended()
-        self._on_end(self)
+        self.ended()
+        self.broker.forget(self)

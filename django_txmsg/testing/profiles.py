@@ -54,8 +54,6 @@ class Profile:
     #: Unacknowledged messages are available again at UNSUBSCRIBE, not only when the
     #: connection ends.
     unsubscribe_gives_back: bool = True
-    #: DISCONNECT is receipted twice.
-    repeats_disconnect_receipt: bool = False
     #: The virtual hosts that exist; ``None``: the ``host`` header is ignored.
     virtual_hosts: frozenset[str] | None = None
 

@@ -25,8 +25,7 @@ class Verb(Enum):
     HANDLE = auto()
     HOLD = auto()
     PARK = auto()
-    DROP = auto()
-    DUPLICATE = auto()
+    RECEIPT = auto()
     REJECT = auto()
     CUT = auto()
     CUT_AFTER = auto()
@@ -34,7 +33,7 @@ class Verb(Enum):
     CALL = auto()
 
 
-class Client(Protocol):
+class Talk(Protocol):
     """The methods of a connection that a test's function may call."""
 
     def send(self, frame: Frame) -> None:
@@ -45,14 +44,6 @@ class Client(Protocol):
 
     def cut(self, *, reset: bool = False) -> None:
         """End the connection."""
-
-
-class Talk(Protocol):
-    """The parts of a conversation that a test's function may use."""
-
-    @property
-    def peer(self) -> Client:
-        """The client's connection."""
 
     def handle(self, frame: Frame) -> None:
         """Handle a frame according to the profile."""
@@ -88,8 +79,8 @@ class Rule:
     closes: bool | None = None
     at_commit: bool = False
     reset: bool = False
-    answers: bool = False
     call: Callable[[Talk, Frame], object] | None = None
+    #: How many receipts the broker sends for a frame.
     copies: int = 1
     #: Receipts that wait to be permuted, and the number in a full window.
     group: list[Held] = field(default_factory=list)
@@ -136,12 +127,12 @@ class Rule:
 
     def drop_receipt(self) -> Rule:
         """Handle the frame, but never send its receipt."""
-        return self._do(Verb.DROP)
+        return self.duplicate_receipt(0)
 
     def duplicate_receipt(self, copies: int = 2) -> Rule:
         """Handle the frame, and send its receipt ``copies`` times."""
         self.copies = copies
-        return self._do(Verb.DUPLICATE)
+        return self._do(Verb.RECEIPT)
 
     def permute_receipts(self, window: int, *, seed: int = 0) -> Rule:
         """Hold back ``window`` receipts, then send them in random order. Repeat this
@@ -184,7 +175,7 @@ class Rule:
     def cut_after(self, *, answered: bool = False, reset: bool = False) -> Rule:
         """Handle the frame, then end the connection. With ``answered``, send the
         receipt first."""
-        self.answers, self.reset = answered, reset
+        self.copies, self.reset = int(answered), reset
         return self._do(Verb.CUT_AFTER)
 
     def stall(self) -> Rule:
@@ -236,20 +227,11 @@ class Script:
                     self.held.remove(one)
                     one.let_go()
 
-    def release(self, count: int | None, order: Sequence[int] | random.Random) -> int:
-        """Release the first ``count`` held frames, or all held frames if ``count`` is
-        None. Return the number of released frames. ``order`` is a list of the frames'
-        indices in the order of their release, or a ``random.Random`` that shuffles the
-        frames. If ``order`` is empty, the frames keep their order."""
-        taken = self.held[:count]
-        if isinstance(order, random.Random):
-            order.shuffle(taken)
-        elif order:
-            if sorted(order) != list(range(len(taken))):
-                raise ValueError(
-                    f"{order!r} is not an order of the {len(taken)} held frames."
-                )
-            taken = [taken[index] for index in order]
+    def release(self, count: int | None, order: Sequence[int]) -> int:
+        """Release the held frames with the indices ``order``, in this order. If
+        ``order`` is empty, release the first ``count`` held frames, or all held frames
+        if ``count`` is None. Return the number of released frames."""
+        taken = [self.held[index] for index in order] or self.held[:count]
         for held in taken:
             self.held.remove(held)
         for rule in self.rules:

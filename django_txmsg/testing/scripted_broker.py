@@ -14,14 +14,13 @@ split writes and end connections. The broker records every received frame. Every
 
 from __future__ import annotations
 
-import random
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .broker_state import BrokerState, Split, StoredMessage
+from .broker_state import BrokerState, StoredMessage
 from .conversation import Conversation
 from .frames import Frame
 from .peer import Peer
@@ -56,10 +55,6 @@ class ScriptedBroker(BrokerState):
         self.profile = PROFILES[profile] if isinstance(profile, str) else profile
         self.users, self.heart_beat, self.tls = users, heart_beat, tls
         self._strict = strict
-        #: The connections that are open, in the order they were made.
-        self.peers: list[Peer] = []
-        #: How many connections were accepted so far.
-        self.accepted = 0
         self._host, self._receive_buffer = host, receive_buffer
         self._listen(port)
 
@@ -69,9 +64,8 @@ class ScriptedBroker(BrokerState):
         if self._receive_buffer is not None:  # what is accepted inherits it
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
         self.port: int = sock.getsockname()[1]
-        self._listening = True
-        made = partial(Peer, self, Conversation, self._accept, self._forget)
-        self._server = self.loop.serve(sock, made, self.tls)
+        self.listening = True
+        self._server = self.loop.serve(sock, partial(Conversation, self), self.tls)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -113,14 +107,11 @@ class ScriptedBroker(BrokerState):
         with self.changed:
             self.script.rules.clear()
 
-    def release(
-        self, count: int | None = None, *, order: Sequence[int] | random.Random = ()
-    ) -> int:
+    def release(self, count: int | None = None, *, order: Sequence[int] = ()) -> int:
         """Release the first ``count`` held frames (default: all). Return the number of
         released frames.
 
-        ``order``: the indices of the held frames in the order in which to release them,
-        or a ``random.Random`` that shuffles the frames.
+        ``order``: instead, the indices of the held frames to release, in this order.
         """
         with self.changed:
             released = self.script.release(count, order)
@@ -133,34 +124,23 @@ class ScriptedBroker(BrokerState):
             for peer in self.peers:
                 peer.stall()
 
-    def freeze(self) -> None:
-        """Stop reading and writing, but keep the sockets open, like a host that
-        hangs."""
-        with self.changed:
-            for peer in self.peers:
-                peer.stall(write=False)
-
     def resume(self) -> None:
-        """Read and write again after a stall or freeze, including a stall by a
-        rule."""
+        """Read again after a stall, including a stall by a rule."""
         with self.changed:
             for peer in list(self.peers):
                 peer.resume()
             self.changed.notify_all()
 
-    def split_writes(
-        self, *, every: int | None = None, at: Sequence[int] = (), pause: float = 0.002
-    ) -> None:
-        """Split written bytes into pieces of ``every`` bytes, or at the offsets
-        ``at``."""
+    def split_writes(self, *, every: int, pause: float = 0.002) -> None:
+        """Split written bytes into pieces of ``every`` bytes, with a pause after
+        each."""
         with self.changed:
-            self.split = Split(every, tuple(at), pause if every or at else 0.0)
+            self.piece, self.pause = every, pause
 
-    def silence_heartbeats(self, *, silent: bool = True) -> None:
-        """Stop sending heartbeats, but continue to send frames. With ``silent=False``,
-        send heartbeats again."""
+    def silence_heartbeats(self) -> None:
+        """Stop sending heartbeats, but continue to send frames."""
         with self.changed:
-            self.silent = silent
+            self.silent = True
 
     def write(self, data: bytes) -> None:
         """Write raw bytes, which need not be a frame, to every connection."""
@@ -177,16 +157,14 @@ class ScriptedBroker(BrokerState):
     def stop(self) -> None:
         """End every connection and refuse new connections."""
         with self.changed:
-            self._listening = False
+            self.listening = False
         self.loop.close(self._server)
         self.cut()
 
     def restart(self) -> None:
-        """End every connection, drop the messages that are not persistent, and listen
-        again on the same port."""
+        """End every connection, and listen again on the same port."""
         self.stop()
         with self.changed:
-            self.store.lose_volatile()
             self._listen(self.port)
 
     # -- inspection ---------------------------------------------------------------
@@ -228,22 +206,6 @@ class ScriptedBroker(BrokerState):
             self.store_message(message)
             self.changed.notify_all()
         return message
-
-    # -- connections, with the lock held ------------------------------------------
-
-    def _forget(self, peer: Peer) -> None:
-        if peer in self.peers:
-            self.peers.remove(peer)
-        self.changed.notify_all()
-
-    def _accept(self, peer: Peer) -> None:
-        if not self._listening:
-            peer.end("the broker has stopped meanwhile")
-            return
-        self.accepted += 1
-        peer.number = self.accepted
-        self.peers.append(peer)
-        self.changed.notify_all()
 
     def close(self) -> None:
         """Stop the broker permanently, and free the port.

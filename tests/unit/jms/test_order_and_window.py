@@ -76,7 +76,8 @@ def test_failures_keep_their_place_between_successes(
     for n in range(10):
         producer.send_async(jms.Message(n), listener)
     broker.wait_for("SEND", 10)
-    broker.release(order=random.Random(7))
+    held = 10 - len(failing)
+    broker.release(order=random.Random(7).sample(range(held), held))
     producer.close()
 
     assert listener.bodies == list(range(10))

@@ -271,12 +271,11 @@ def test_a_delayed_message_comes_later_and_an_expired_one_never(
     assert time.monotonic() - began >= 0.3
 
 
-def test_a_restart_keeps_persistent_messages_only(
+def test_a_restarted_broker_still_has_its_messages(
     broker: ScriptedBroker, client: Open
 ) -> None:
     c = client(broker)
-    c.send("SEND", QUEUE, b"kept", persistent="true")
-    c.send("SEND", QUEUE, b"lost", receipt="r")
+    c.send("SEND", QUEUE, b"kept", receipt="r")
     c.expect_receipt("r")
     broker.stop()
     c.expect_end()
@@ -334,12 +333,11 @@ def test_the_connection_ends_after_the_receipt_of_disconnect(
 
 def test_a_profile_can_be_derived(client: Open) -> None:
     profile: Profile = dataclasses.replace(
-        CLASSIC, server="Mine/1", repeats_disconnect_receipt=True
+        CLASSIC, server="Mine/1", always_says_redelivered=True
     )
     with ScriptedBroker(profile) as broker:
         c = client(broker)
         assert c.connected["server"] == "Mine/1"
-        c.send("DISCONNECT", receipt="d")
-        c.expect_receipt("d")
-        c.expect_receipt("d")
-        c.expect_end()
+        c.send("SUBSCRIBE", SUBSCRIBE)
+        broker.put("/queue/a", "x")
+        assert c.expect("MESSAGE")["redelivered"] == "false"
