@@ -16,6 +16,7 @@ import math
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -168,15 +169,11 @@ def _same_object(sent: Any, read: Any) -> Found:
     return _same_entries(vars(sent), vars(read))
 
 
+@cache
 def _comparison(kind: Any) -> Comparison:
     """Return the function that compares two objects of a class."""
-    found = _known.get(kind)
-    if found is None:
-        found = _known[kind] = _found_out(kind)
-    return found
-
-
-def _found_out(kind: Any) -> Comparison:
+    if kind in _PLAIN:
+        return _PLAIN[kind]
     if dataclasses.is_dataclass(kind):
         return _same_attributes([one.name for one in dataclasses.fields(kind)])
     if _is_model(kind):
@@ -204,4 +201,3 @@ _PLAIN: dict[type, Comparison] = {
     **dict.fromkeys((list, tuple, deque), _same_items),
     **dict.fromkeys((set, frozenset), _same_elements),
 }
-_known = dict(_PLAIN)

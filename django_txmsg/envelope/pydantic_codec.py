@@ -14,12 +14,11 @@ import decimal
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from importlib.util import find_spec
+from functools import cache, cached_property
 from typing import Any
 
 from ..errors import ConfigurationError, DecodeError
-from ..lazy_imports import install
+from ..lazy_imports import needs
 from .codec import Codec, Misfit, from_json, to_json
 from .kept_values import FieldName, changes
 
@@ -155,8 +154,25 @@ class Marked:
         return ".".join(steps) or "$"
 
 
-def marked(adapter: Any) -> Marked:
-    """Return the marked schema of a pydantic adapter's type."""
+@cache
+def _adapter(annotation: Any) -> Any:
+    with needs("A typed message", "typed", "pydantic", error=ConfigurationError):
+        from pydantic import TypeAdapter
+        from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
+
+    try:
+        adapter = TypeAdapter(annotation)
+        adapter.rebuild(raise_errors=True)
+    except (PydanticUserError, PydanticUndefinedAnnotation) as error:
+        raise ConfigurationError(
+            f"pydantic cannot read {annotation!r}: {error.message}"
+        ) from error
+    return adapter
+
+
+@cache
+def _marked(annotation: Any) -> Marked:
+    """Return the marked schema of a type."""
     from pydantic.errors import PydanticInvalidForJsonSchema
     from pydantic.json_schema import GenerateJsonSchema
 
@@ -170,18 +186,14 @@ def marked(adapter: Any) -> Marked:
         def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Any:
             return {}
 
-        def model_field_schema(self, schema: Any) -> Any:
-            return _aliased(super().model_field_schema(schema), schema)
-
-        def dataclass_field_schema(self, schema: Any) -> Any:
-            return _aliased(super().dataclass_field_schema(schema), schema)
-
-        def typed_dict_field_schema(self, schema: Any) -> Any:
-            return _aliased(super().typed_dict_field_schema(schema), schema)
+        def generate_inner(self, schema: Any) -> Any:
+            return _aliased(super().generate_inner(schema), schema)
 
     try:
         # By field names: aliases, of which there may be many, are listed separately.
-        schema = adapter.json_schema(schema_generator=Marking, by_alias=False)
+        schema = _adapter(annotation).json_schema(
+            schema_generator=Marking, by_alias=False
+        )
     except PydanticInvalidForJsonSchema:
         schema = {}
     return Marked(with_aliases(schema), **seen)
@@ -223,20 +235,16 @@ _FIELD = re.compile(r"field_name='([^']+)'")
 class PydanticCodec(Codec):
     """Reads and writes bodies with pydantic's `TypeAdapter`."""
 
-    def __init__(self) -> None:
-        self._adapters: dict[Any, Any] = {}
-        self._marked: dict[Any, Marked] = {}
-
     def handles(self, annotation: Any) -> bool:
         """Return whether pydantic can handle the annotation.
 
         Raises ConfigurationError if pydantic is not installed, or if pydantic cannot
         read the annotation.
         """
-        return self._adapter(annotation) is not None
+        return _adapter(annotation) is not None
 
     def decode(self, annotation: Any, body: bytes) -> Any:
-        exactly = self._marks(annotation).decimals and (
+        exactly = _marked(annotation).decimals and (
             body[:1] in b"-0123456789" or _FRACTION.search(body)
         )
         # Python's parser accepts these words, although they are not JSON.
@@ -252,7 +260,7 @@ class PydanticCodec(Codec):
         numbers of Decimal fields are replaced by their texts, so that no digit is lost.
         If there are no such numbers, or if the texts are not valid, the original body
         is validated."""
-        marks, exact = self._marks(annotation), value
+        marks, exact = _marked(annotation), value
         if marks.decimals:
             exact = _Exact(marks.schema.get("$defs", {})).walk(value, marks.schema)
         if exact is not value:
@@ -263,7 +271,7 @@ class PydanticCodec(Codec):
         return self._validated(annotation, to_json(value) if body is None else body)
 
     def encode(self, annotation: Any, value: Any) -> bytes:
-        adapter = self._adapter(annotation)
+        adapter = _adapter(annotation)
         wrong: list[tuple[str, str]] = []
         options: dict[str, Any] = {"by_alias": True, "round_trip": True}
         try:
@@ -283,7 +291,7 @@ class PydanticCodec(Codec):
         except DecodeError:
             raise Misfit(wrong or [("$", "json_invalid")]) from None
         if not wrong and (found := changes(value, read)):
-            marks = self._marks(annotation)
+            marks = _marked(annotation)
             wrong = [(marks.path(at), what) for at, what in found]
         if wrong:
             raise Misfit(wrong)
@@ -324,13 +332,13 @@ class PydanticCodec(Codec):
                     found.setdefault("propertyNames", {"format": keys})
                 return found
 
-        adapter = self._adapter(annotation)
+        adapter = _adapter(annotation)
         found: dict[str, Any] = adapter.json_schema(schema_generator=Telling)
         return found
 
     def _validated(self, annotation: Any, body: bytes) -> Any:
         try:
-            return self._adapter(annotation).validator.validate_json(body, strict=True)
+            return _adapter(annotation).validator.validate_json(body, strict=True)
         except ValueError as error:
             from pydantic_core import ValidationError
 
@@ -341,35 +349,5 @@ class PydanticCodec(Codec):
             )
         if any(one["type"] == "json_invalid" for one in found):
             from_json(body)  # raises the error in our own words
-        marks = self._marks(annotation)
+        marks = _marked(annotation)
         raise Misfit([(marks.path(one["loc"]), one["type"]) for one in found])
-
-    def _adapter(self, annotation: Any) -> Any:
-        try:
-            return self._adapters[annotation]
-        except (KeyError, TypeError):
-            pass
-        if find_spec("pydantic") is None:
-            raise ConfigurationError(
-                "Typed messages need pydantic, which is not installed. Run: "
-                + install("typed")
-            )
-        from pydantic import TypeAdapter
-        from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
-
-        try:
-            adapter = TypeAdapter(annotation)
-            adapter.rebuild(raise_errors=True)
-        except (PydanticUserError, PydanticUndefinedAnnotation) as error:
-            raise ConfigurationError(
-                f"pydantic cannot read {annotation!r}: {error.message}"
-            ) from error
-        self._adapters[annotation] = adapter
-        return adapter
-
-    def _marks(self, annotation: Any) -> Marked:
-        try:
-            return self._marked[annotation]
-        except KeyError:
-            found = marked(self._adapter(annotation))
-            return self._marked.setdefault(annotation, found)
