@@ -26,7 +26,7 @@ from ..monitoring import databases
 from ..sending.outbox import send_message
 from ..sending.scope import current_scope, enter_scope
 from ..stages import Stage
-from . import running
+from . import runs
 from .framework import (
     DEFAULT_TASK_PRIORITY,
     DEFAULT_TASK_QUEUE_NAME,
@@ -40,7 +40,7 @@ from .framework import (
     task_backends,
     task_enqueued,
 )
-from .results import name_it, result_of
+from .runs import name_it, result_of
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class TransactionalBackend(BaseTaskBackend):
         stage = Stage(
             name=destination,
             destination=destination,
-            handler=running.Handler(self, outbox),
+            handler=runs.Handler(self, outbox),
             transaction="outbox" if outbox else "broker_only",
             using=given.USING or router.db_for_write(OutboxMessage),
             concurrency=given.CONCURRENCY,
@@ -291,7 +291,7 @@ def _tell_failed(*, id: Any, destination: str, error: str, **_: object) -> None:
         if isinstance(backend, TransactionalBackend):
             with suppress(TaskResultDoesNotExist):
                 found = backend.find_result(id, trusted=False)
-                running.tell_failed(backend, found, error)
+                runs.tell_failed(backend, found, error)
 
 
 signals.message_buried.connect(_tell_failed, dispatch_uid="django_txmsg.tasks_backend")
