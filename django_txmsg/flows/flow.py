@@ -11,7 +11,7 @@ import typing
 import uuid
 from collections.abc import Callable, Sequence
 from types import EllipsisType
-from typing import Any, ClassVar, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar, Union, overload
 
 from .. import stages
 from ..envelope.redelivery import RedeliveryPolicy
@@ -39,6 +39,7 @@ from .values import (
     Gather,
     HandOver,
     Later,
+    Next,
     Out,
     Reply,
     Request,
@@ -50,6 +51,10 @@ from .values import (
 In = TypeVar("In")
 Body = TypeVar("Body")
 Method = TypeVar("Method", bound=Callable[..., Any])
+#: A step, which may take the value that continues the run.
+Then = Union[Callable[[Reply], Next[Out]], Callable[[], Next[Out]]]  # noqa: UP007
+#: A deadline; `...`: the default one; None: for ever.
+Within = dt.timedelta | EllipsisType | None
 
 
 @overload
@@ -115,7 +120,7 @@ class Flow(Generic[In, Out]):
         *,
         name: str,
         version: int = 1,
-        within: dt.timedelta | EllipsisType | None = ...,
+        within: Within = ...,
         using: str = "default",
         broker: str = "default",
         concurrency: int = 1,
@@ -189,12 +194,10 @@ class Flow(Generic[In, Out]):
         destination: Destination[Body, Reply] | type[Flow[Body, Reply]],
         body: Body,
         *,
-        then: Callable[[Reply], Out | Continuation] | Callable[[], Out | Continuation],
+        then: Then[Reply, Out],
         undo: Destination[Body, Any] | None = None,
-        within: dt.timedelta | EllipsisType | None = ...,
-        otherwise: Callable[[TimedOut | Dead], Out | Continuation]
-        | Callable[[], Out | Continuation]
-        | None = None,
+        within: Within = ...,
+        otherwise: Then[TimedOut | Dead, Out] | None = None,
         key: str | None = None,
     ) -> Ask:
         """Send a request to a stage or a flow, and continue with the answer.
@@ -248,11 +251,10 @@ class Flow(Generic[In, Out]):
         self,
         requests: Sequence[Request[Reply]],
         *,
-        then: Callable[[Answers[Reply]], Out | Continuation]
-        | Callable[[], Out | Continuation],
+        then: Then[Answers[Reply], Out],
         at_once: int | None = None,
         enough: int | None = None,
-        within: dt.timedelta | EllipsisType | None = ...,
+        within: Within = ...,
     ) -> Gather:
         """Send several requests. Continue with the step `then` as soon as one of these
         conditions is true: no request is open any more, because all are answered or
@@ -294,11 +296,9 @@ class Flow(Generic[In, Out]):
     def wait(
         self,
         *,
-        then: Callable[[Any], Out | Continuation] | Callable[[], Out | Continuation],
-        within: dt.timedelta | EllipsisType | None = ...,
-        otherwise: Callable[[TimedOut | Dead], Out | Continuation]
-        | Callable[[], Out | Continuation]
-        | None = None,
+        then: Then[Any, Out],
+        within: Within = ...,
+        otherwise: Then[TimedOut | Dead, Out] | None = None,
     ) -> Wait:
         """Wait until `resume()` is called with the token of the returned value."""
         return self._note(
@@ -311,17 +311,15 @@ class Flow(Generic[In, Out]):
         )
 
     def sleep(
-        self, duration: dt.timedelta, *, then: Callable[[], Out | Continuation]
+        self, duration: dt.timedelta, *, then: Callable[[], Next[Out]]
     ) -> Sleep:
         """After `duration`, continue with the step `then` in a separate transaction."""
         return self._note(Sleep(duration, self._step(then)))
 
     @overload
-    def later(self, then: Callable[[], Out | Continuation]) -> Later: ...
+    def later(self, then: Callable[[], Next[Out]]) -> Later: ...
     @overload
-    def later(
-        self, then: Callable[[Body], Out | Continuation], value: Body
-    ) -> Later: ...
+    def later(self, then: Callable[[Body], Next[Out]], value: Body) -> Later: ...
     def later(self, then: Any, value: Any = None) -> Later:
         """Continue immediately with the step `then`, in a separate transaction."""
         return self._note(Later(self._step(then), value))
@@ -355,9 +353,7 @@ class Flow(Generic[In, Out]):
             )
         return name
 
-    def _deadline(
-        self, within: dt.timedelta | EllipsisType | None
-    ) -> dt.timedelta | None:
+    def _deadline(self, within: Within) -> dt.timedelta | None:
         found = self._declaration.within if within is ... else within
         if found is ...:
             raise ConfigurationError(
