@@ -217,14 +217,10 @@ class Flow(Generic[In, Out]):
         request = self.branch(destination, body, undo=undo, key=key)
         return self._note(
             Ask(
-                request.destination,
-                body,
+                **vars(request),
                 then=self._step(then),
-                undo=undo,
                 within=self._deadline(within),
                 otherwise="" if otherwise is None else self._step(otherwise),
-                key=key,
-                of_flow=request.of_flow,
             )
         )
 

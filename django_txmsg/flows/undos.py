@@ -18,7 +18,7 @@ from ..models import FlowUndo, Run
 from ..sending.outbox import Encoded, encoded, send_parts
 from ..sending.undoing import undo_delays
 from .declaration import Declaration
-from .values import Ask, Cancelled, Request
+from .values import Cancelled, Request
 
 #: Rows in one INSERT, and rows read at a time.
 AT_ONCE = 1000
@@ -42,7 +42,7 @@ def new(destination: Any, body: Any, **columns: Any) -> FlowUndo:
 
 
 def of_request(
-    run: Run, asked: Ask | Request[Any], request_id: uuid.UUID
+    run: Run, asked: Request[Any], request_id: uuid.UUID
 ) -> Iterator[FlowUndo]:
     """Yield the unsaved undos of a request."""
     if asked.undo is not None:

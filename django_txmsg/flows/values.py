@@ -56,24 +56,8 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Ask(Continuation):
-    """Send a request and wait for its answer. `then` and `otherwise` are names of
-    steps."""
-
-    destination: Destination[Any, Any]
-    body: Any
-    then: str
-    undo: Destination[Any, Any] | None = None
-    within: dt.timedelta | None = None
-    otherwise: str = ""
-    key: str | None = None
-    #: Whether a flow is asked, which can be cancelled.
-    of_flow: bool = field(default=False, compare=False)
-
-
-@dataclass(frozen=True)
 class Request(Generic[Reply]):
-    """One of the requests that a gather sends."""
+    """A request of a flow, which a gather may send with others."""
 
     destination: Destination[Any, Reply]
     body: Any
@@ -81,6 +65,16 @@ class Request(Generic[Reply]):
     key: str | None = None
     #: Whether a flow is asked, which can be cancelled.
     of_flow: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask(Request[Any], Continuation):
+    """Send a request and wait for its answer. `then` and `otherwise` are names of
+    steps."""
+
+    then: str
+    within: dt.timedelta | None = None
+    otherwise: str = ""
 
 
 @dataclass(frozen=True)
