@@ -306,9 +306,7 @@ class Flow(Generic[In, Out]):
             )
         )
 
-    def sleep(
-        self, duration: dt.timedelta, *, then: Callable[[], Next[Out]]
-    ) -> Sleep:
+    def sleep(self, duration: dt.timedelta, *, then: Callable[[], Next[Out]]) -> Sleep:
         """After `duration`, continue with the step `then` in a separate transaction."""
         return self._note(Sleep(duration, self._step(then)))
 

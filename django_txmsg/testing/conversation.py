@@ -288,9 +288,7 @@ class Conversation(Peer):
             self.stall()
             return
         self.broker.record(self.number, frame)
-        if rule.verb is Verb.CUT:
-            self.cut(reset=rule.reset)
-        elif rule.call is not None:
+        if rule.verb is Verb.CALL:
             rule.call(self, frame)
         else:
             self.handle(frame, rule)
@@ -298,8 +296,7 @@ class Conversation(Peer):
     def handle(self, frame: Frame, rule: Rule = PLAIN) -> None:
         """Handle a frame according to the profile. The rule may modify the answer."""
         transaction = self.transactions.get(frame.transaction or "")
-        refused = rule.verb is Verb.REJECT and not rule.at_commit
-        replays = self.profile.replays_transactions and not refused
+        replays = self.profile.replays_transactions
         in_it = frame.command in {"SEND", "ACK"}
         if transaction is not None and replays and in_it:
             transaction.keep(frame, rule)
@@ -308,17 +305,14 @@ class Conversation(Peer):
             self.broker.script.hold(rule, parked)
         else:
             self._answer(frame, rule)
-        if rule.verb is Verb.CUT_AFTER:
-            self.cut(reset=rule.reset)
+        if rule.verb is Verb.CALL_AFTER:
+            rule.call(self, frame)
 
     def _answer(self, frame: Frame, rule: Rule) -> None:
         if self.ending:
             return
-        if rule.verb is Verb.REJECT:
-            self.refuse(
-                frame, rule.message, rule.detail,
-                names_receipt=rule.names_receipt, closes=rule.closes,
-            )  # fmt: skip
+        if rule.verb is Verb.CALL_AT_COMMIT:
+            rule.call(self, frame)
             return
         if not self.connected and frame.command not in {"CONNECT", "STOMP"}:
             self.protest(f"{frame.command} before CONNECT")

@@ -26,9 +26,8 @@ class Verb(Enum):
     HOLD = auto()
     PARK = auto()
     RECEIPT = auto()
-    REJECT = auto()
-    CUT = auto()
-    CUT_AFTER = auto()
+    CALL_AT_COMMIT = auto()
+    CALL_AFTER = auto()
     STALL = auto()
     CALL = auto()
 
@@ -48,7 +47,15 @@ class Talk(Protocol):
     def handle(self, frame: Frame) -> None:
         """Handle a frame according to the profile."""
 
-    def refuse(self, frame: Frame, message: str, detail: str = "") -> None:
+    def refuse(
+        self,
+        frame: Frame,
+        message: str,
+        detail: str = "",
+        *,
+        names_receipt: bool | None = None,
+        closes: bool | None = None,
+    ) -> None:
         """Answer a frame with ERROR."""
 
 
@@ -73,13 +80,7 @@ class Rule:
     destination: str | None = None
     where: Callable[[Frame], bool] | None = None
     verb: Verb = Verb.HANDLE
-    message: str = ""
-    detail: str = ""
-    names_receipt: bool | None = None
-    closes: bool | None = None
-    at_commit: bool = False
-    reset: bool = False
-    call: Callable[[Talk, Frame], object] | None = None
+    call: Callable[[Talk, Frame], object] = lambda talk, frame: None
     #: How many receipts the broker sends for a frame.
     copies: int = 1
     #: Receipts that wait to be permuted, and the number in a full window.
@@ -162,21 +163,26 @@ class Rule:
         after the receipt for COMMIT. By then, the transaction's earlier frames have
         taken effect. RabbitMQ rejects some headers in this way.
         """
-        self.message, self.detail, self.at_commit = message, detail, at_commit
-        self.names_receipt, self.closes = names_receipt, closes
-        return self._do(Verb.REJECT)
+
+        def refuse(talk: Talk, frame: Frame) -> None:
+            talk.refuse(
+                frame, message, detail, names_receipt=names_receipt, closes=closes
+            )
+
+        self.call = refuse
+        return self._do(Verb.CALL_AT_COMMIT if at_commit else Verb.CALL)
 
     def cut(self, *, reset: bool = False) -> Rule:
         """End the connection before the frame is handled. With ``reset``, send RST
         instead of FIN."""
-        self.reset = reset
-        return self._do(Verb.CUT)
+        return self.call_with(lambda talk, frame: talk.cut(reset=reset))
 
     def cut_after(self, *, answered: bool = False, reset: bool = False) -> Rule:
         """Handle the frame, then end the connection. With ``answered``, send the
         receipt first."""
-        self.copies, self.reset = int(answered), reset
-        return self._do(Verb.CUT_AFTER)
+        self.copies = int(answered)
+        self.call = lambda talk, frame: talk.cut(reset=reset)
+        return self._do(Verb.CALL_AFTER)
 
     def stall(self) -> Rule:
         """When this frame arrives, stop reading until ``broker.resume()``."""
