@@ -39,7 +39,8 @@ def changes(sent: Any, read: Any) -> Sequence[Change]:
     `read` is the object that a receiver gets."""
     if sent is read:
         return ()
-    kind, arrived = type(sent), type(read)
+    kind: type = type(sent)
+    arrived: Any = type(read)
     if kind is not arrived and not _will_do(sent, read):
         if kind is float and read is None and not math.isfinite(sent):
             return [((), "finite_number")]
