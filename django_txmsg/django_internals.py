@@ -1,7 +1,7 @@
 """Every use of Django's undocumented parts, which Django may change.
 
 First come the functions on a connection and its transaction, then the block that begins
-late. The wrapper of views is in `django_views.py`. The test
+late. The wrapper of views is in `middleware.py`. The test
 `tests/unit/test_django_internals.py` lists every attribute and method. It fails if a
 release of Django lacks one, or if another file of the package uses one.
 """

@@ -22,7 +22,7 @@ from django.db.models import QuerySet
 from django.http import HttpResponse
 
 import django_txmsg
-from django_txmsg import django_internals, django_views
+from django_txmsg import django_internals, middleware
 
 #: Attributes of a connection, in the state in which a new one has them.
 STATE = {
@@ -217,7 +217,7 @@ def test_querysets_have_the_parameters_that_we_pass(name: str) -> None:
 def test_a_non_atomic_view_is_recognized(name: str) -> None:
     view = transaction.non_atomic_requests(using="other")(lambda _: HttpResponse())
     assert getattr(view, name) == {"other"}
-    assert django_views.is_non_atomic(view, "other")
+    assert middleware.is_non_atomic(view, "other")
 
 
 @pytest.mark.parametrize(("module", "name"), IMPORTED)
@@ -226,7 +226,7 @@ def test_imported_names_of_django_exist(module: str, name: str) -> None:
 
 
 PACKAGE = Path(django_txmsg.__file__).parent
-MODULES = ("django_internals.py", "django_views.py")
+MODULES = ("django_internals.py", "middleware.py")
 
 
 def names_in(path: Path) -> Iterator[str]:
