@@ -28,9 +28,8 @@ from ..envelope.typed_body import BodyReader, TypeHeader
 from ..errors import ConfigurationError, NewerCodeNeeded
 from ..models import Run
 from ..models.run import WaitsFor
-from ..sending.destination import Destination
+from ..sending.destination import Destination, TypedName
 from ..sending.outbox import send_part
-from ..sending.typed_name import TypedName
 from .values import Answers, Cancelled
 
 #: Most bytes of a run's state, as JSON.

@@ -18,8 +18,8 @@ from ..errors import ConfigurationError, DecodeError, FlowError, InvalidMessage
 from ..models import OutboxMessage, Run
 from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address, hop
+from ..sending.destination import TypedName
 from ..sending.outbox import Encoded, encoded
-from ..sending.typed_name import TypedName
 from ..sending.undoing import overtaken, undo_delays
 from . import joining, undos
 from .declaration import Declaration, Step, declarations

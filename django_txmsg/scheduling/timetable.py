@@ -33,8 +33,8 @@ from ..envelope.message import (
 from ..errors import ConfigurationError, InvalidMessage
 from ..models import Schedule
 from ..models.outbox_store import UniqueUntil
+from ..sending.destination import TypedName
 from ..sending.outbox import encoded
-from ..sending.typed_name import TypedName
 from ..sending.unique import check_recorded, check_until
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from ..envelope.message import MAX_NAME_LENGTH, Message, correlation_id
 from ..envelope.message_type import message_type
 from ..errors import DecodeError
 from ..models import DeadLetter, InboxMessage
+from .destination import TypedName
 from .outbox import send_part
-from .typed_name import TypedName
 
 #: Destinations of answers: the steps of a flow, and views that wait.
 _ANSWERED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(steps|answers)")

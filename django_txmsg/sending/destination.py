@@ -4,25 +4,64 @@ when they are received, but also when they are sent."""
 from __future__ import annotations
 
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Generic, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from ..envelope.message import Message
-from . import typed_name
-from .outbox import send_message
-from .typed_name import Body, TypedName
+from .. import codecs
+from ..envelope.message import Message, check_destination
+from ..envelope.typed_body import BodyType
+from ..errors import InvalidMessage
+from .outbox import foreign_names, send_message
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeForm, TypeVar, Unpack
+    import typing_extensions
+    from typing_extensions import TypeForm, Unpack
 
     from .outbox import SendOptions
 
-    Reply = TypeVar("Reply", default=None)
+    Reply = typing_extensions.TypeVar("Reply", default=None)
 else:
-    from typing import TypeVar
-
     Reply = TypeVar("Reply")
 
+Body = TypeVar("Body")
+
 _declared: list[Destination[Any, Any]] = []
+
+
+class TypedName(Generic[Body]):
+    """The name of a `Destination` and the type of its bodies, without the methods that
+    send."""
+
+    def __init__(self, name: str, body: TypeForm[Body]) -> None:
+        self.name = check_destination(name)
+        self.body: Any = body
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    def type_of(self, body: object) -> BodyType:
+        """Return the type of a body, which is one of the destination's types. Raises
+        InvalidMessage if the body has none of these types."""
+        types = codecs.reader(self.body).types
+        if len(types) == 1:
+            return types[0]
+        for one in types:
+            if type(body) is one.cls:
+                return one
+        # A TypedDict's objects are dicts, which do not record their type.
+        fitting = [
+            one
+            for one in types
+            if isinstance(body, dict if issubclass(one.cls, dict) else one.cls)
+        ]
+        if len(fitting) == 1:
+            return fitting[0]
+        raise InvalidMessage(
+            f"{self.name!r} takes one of {', '.join(one.name for one in types)}, not "
+            f"{type(body).__name__}."
+        )
 
 
 class Destination(TypedName[Body], Generic[Body, Reply]):
@@ -62,7 +101,7 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
         super().__init__(name, body)
         self.reply: Any = reply
         if foreign:
-            typed_name.foreign.add(name)
+            foreign_names.add(name)
         _declared.append(self)
 
     if not TYPE_CHECKING:

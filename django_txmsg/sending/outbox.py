@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, get_args
 
 from django.db import connections, router, transaction
 from django.utils import timezone
@@ -29,13 +29,27 @@ from ..envelope.message import (
     check_key,
     new_id,
 )
+from ..envelope.typed_body import BodyType
 from ..errors import InvalidMessage, TransactionRequired
 from ..models import OutboxMessage
 from ..models.outbox_store import NewMessage, OnConflict, Origin, UniqueUntil
 from .scope import Scope, current_scope
 from .storing import as_sent, store
-from .typed_name import TypedName, foreign
 from .unique import check_until, store_unique
+
+#: The names of destinations whose consumers know the headers of JMS alone.
+foreign_names: set[str] = set()
+
+
+class Typed(Protocol):
+    """A destination with types of bodies: `destination.TypedName`."""
+
+    name: str
+
+    def type_of(self, body: object) -> BodyType:
+        """Return the type of a body. Raises InvalidMessage if the destination does not
+        have this type."""
+
 
 if TYPE_CHECKING:
 
@@ -59,7 +73,7 @@ if TYPE_CHECKING:
 
 
 def send_message(
-    destination: str | TypedName[Any],
+    destination: str | Typed,
     body: object,
     *,
     headers: Mapping[str, str] | None = None,
@@ -132,7 +146,7 @@ def send_messages(
 
 
 def send_part(
-    destination: str | TypedName[Any],
+    destination: str | Typed,
     body: object,
     conversation: Mapping[str, str],
     *,
@@ -170,7 +184,7 @@ def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
     """Add a conversation's headers to a message. If the destination is foreign, also
     add the JMS headers with the same meaning."""
     row.headers |= conversation
-    if row.destination in foreign and wire.is_request(row.headers):
+    if row.destination in foreign_names and wire.is_request(row.headers):
         row.headers[wire.JMS_REPLY_TO] = row.headers[wire.REPLY_TO]
         row.correlation_id = row.headers[wire.TICKET]
 
@@ -274,7 +288,7 @@ def _from_dict(given: Mapping[str, Any], broker: str) -> NewMessage:
 
 
 def _new_message(
-    destination: str | TypedName[Any],
+    destination: str | Typed,
     body: object,
     *,
     headers: Mapping[str, str] | None = None,
@@ -324,9 +338,7 @@ def _new_message(
             origin = "derived"  # from the cause's, by `_identify()`
         correlation_id = correlation_id or cause.correlation_id or str(cause.id)
     message_id = message_id or new_id()
-    name = check_destination(
-        destination.name if isinstance(destination, TypedName) else destination
-    )
+    name = check_destination(getattr(destination, "name", destination))
     return NewMessage(
         message_id=message_id,
         origin=origin,
@@ -360,11 +372,7 @@ def encoded(destination: object, body: object) -> tuple[bytes, str, str]:
     for an untyped body."""
     if isinstance(body, Encoded):
         return body.body, wire.JSON, body.type
-    typed = (
-        destination.type_of(body)
-        if isinstance(destination, TypedName)
-        else codecs.type_of(body)
-    )
+    typed = getattr(destination, "type_of", codecs.type_of)(body)
     if typed is None:
         return *serializers.encode(body), ""
     return typed.encode(body), wire.JSON, typed.header if typed.name else ""

@@ -22,8 +22,7 @@ from ..models.fields import clock
 from ..models.run import WaitsFor
 from ..rules.dead_letters import GONE_ON
 from .answering import Address, Cancelled
-from .outbox import send_part
-from .typed_name import foreign
+from .outbox import foreign_names, send_part
 
 #: The reason of an undo's dead letter if it is unknown whether its request was done.
 IN_DOUBT = "undo_in_doubt"
@@ -119,7 +118,7 @@ def undo_delays(
     """Return how long undos must wait before they are sent, by the ids of the requests.
     A foreign participant has no inbox in which an undo revokes its request. So its undo
     is sent after the request was answered, or after the request has expired."""
-    waiting = undos.filter(answered=False, destination__in=foreign)
+    waiting = undos.filter(answered=False, destination__in=foreign_names)
     requests = OutboxMessage.objects.using(using).filter(
         message_id__in=waiting.values("request_id"), expires_at__gt=Now()
     )
@@ -184,7 +183,7 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
     letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
     same = Q(correlation_id__in=(run.correlation_id, ticket))
     branches = Branch.objects.using(using).filter(batch__turn=turn)
-    asked = branches.filter(destination__in=foreign)
+    asked = branches.filter(destination__in=foreign_names)
     if run.waits_for == WaitsFor.JOIN and asked.exists():
         # The correlation id of a foreign request, and of its answer, is the ticket and
         # the branch. This reads all open letters: indexes find no beginnings of texts.

@@ -72,7 +72,7 @@ from django_txmsg.models.batch import Progress
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import retention
 from django_txmsg.rules.dead_letters import GONE_ON
-from django_txmsg.sending.typed_name import foreign
+from django_txmsg.sending.outbox import foreign_names
 from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect
@@ -423,9 +423,9 @@ def test_a_request_that_the_broker_refuses_is_answered_at_once(
 @pytest.fixture
 def foreign_price() -> Iterator[None]:
     """Let the consumer of `price` be one without this package."""
-    foreign.add(str(price))
+    foreign_names.add(str(price))
     yield
-    foreign.remove(str(price))
+    foreign_names.remove(str(price))
 
 
 @shelved
