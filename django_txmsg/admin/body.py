@@ -46,8 +46,8 @@ class Content:
     cut: bool = False
     unmaskable: bool = False
     """Whether no part of the body is shown, because it is too large to be masked."""
-    call: str = ""
-    """A task as a call, masked."""
+    task: str = ""
+    """The path of the task, masked."""
 
     @property
     def size_text(self) -> str:
@@ -91,7 +91,7 @@ def read(
     content.headers, shown = masking.shown(
         row.destination, row.headers or {}, body, kind
     )
-    content.call = masking.call_shown(content.headers, None if body is None else shown)
+    content.task = content.headers.get(wire.TASK, "")
     if body is not None:
         content.text = pretty(shown)
         if cut and len(content.text) > SHOWN:

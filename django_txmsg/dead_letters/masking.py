@@ -7,7 +7,6 @@ and the body to show. Stored and sent messages are not changed.
 from __future__ import annotations
 
 import logging
-import reprlib
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -80,25 +79,3 @@ def of_run(flow: str, text: str) -> Any:
     """Return a state or an answer of a flow's run, masked."""
     value = shown(flow, {}, text.encode(), wire.JSON)[1]
     return value.decode() if isinstance(value, bytes) else value
-
-
-def call_shown(headers: Mapping[str, str], body: Any) -> str:
-    """Return a task in the form of a function call, such as `shop.tasks.pay(7)`. The
-    headers and the body are those that `shown()` returns. Returns "" if the message is
-    not a task."""
-    path = headers.get(wire.TASK, "")
-    if not path or not isinstance(body, dict) or not body.keys() >= {"args", "kwargs"}:
-        return path
-    args, kwargs = body["args"], body["kwargs"]
-    if not isinstance(args, list) or not isinstance(kwargs, dict):
-        return path
-    given = [_REPR.repr(one) for one in args[:_MOST_ARGUMENTS]]
-    named = list(kwargs.items())[: _MOST_ARGUMENTS - len(given)]
-    given += [f"{name}={_REPR.repr(one)}" for name, one in named]
-    more = ["…"] * (len(given) < len(args) + len(kwargs))
-    return encodable(f"{path}({', '.join([*given, *more])})")
-
-
-_MOST_ARGUMENTS = 20
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80

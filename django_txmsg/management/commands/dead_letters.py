@@ -129,8 +129,8 @@ class Report:
             letter.destination, letter.headers, bytes(letter.body), letter.content_type
         )
         facts = _facts(letter)
-        if call := masking.call_shown(headers, body):
-            facts["task"] = call
+        if task := headers.get(wire.TASK):
+            facts["task"] = task
         facts |= {"headers": headers, "traceback": letter.traceback}
         if order := turns.note(letter):
             facts["order"] = order
