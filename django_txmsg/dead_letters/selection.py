@@ -114,16 +114,8 @@ def left(
     )
     wanted = Resolution.DISCARDED if action == "restore" else Resolution.OPEN
     found = []
-    for pk, state, by in rows.order_by("pk").values_list(
-        "pk", "resolution", "resolved_by"
-    ):
-        more = ""
-        if by == rules.GONE_ON:
-            more = " (its flow has gone on)"
-        elif action == "redeliver" and state == Resolution.DISCARDED:
-            more = " (restore it first)"
-        elif state == wanted:
-            more = " (other options exclude it)"
+    for pk, state in rows.order_by("pk").values_list("pk", "resolution"):
+        more = " (other options exclude it)" if state == wanted else ""
         found.append(f"{pk} is {state}{more}")
     return found
 
