@@ -19,7 +19,7 @@ from ..django_internals import settings_of
 from ..envelope.typed_body import TypeHeader
 from ..flows.deadlines import Deadlines
 from ..flows.declaration import Declaration, Step, declarations
-from ..http_outbox.installed import count_middleware
+from ..http_outbox import count_middleware
 from ..models import DeadLetter, OutboxMessage, Run, Worker
 from ..models.run import WaitsFor
 from ..monitoring import databases

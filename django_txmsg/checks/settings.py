@@ -21,7 +21,7 @@ from ..django_internals import settings_of
 from ..envelope.broker_url import split_url
 from ..envelope.codec import Codec
 from ..errors import ConfigurationError
-from ..http_outbox.installed import MIDDLEWARE, count_middleware
+from ..http_outbox import MIDDLEWARE, count_middleware
 from ..lazy_imports import install
 from ..monitoring.databases import once_tasks
 from ..stages import all_stages

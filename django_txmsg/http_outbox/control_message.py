@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import logging
 import time
 import uuid
 from collections.abc import Mapping
@@ -47,8 +46,6 @@ SIGNATURE = "txmsg-signature"
 _SALT = "django_txmsg.control"
 #: Seconds, beyond the longest commit, for which a broker keeps it for its receiver.
 KEPT = 86_400.0
-
-log = logging.getLogger("django_txmsg.control")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +162,14 @@ def _text(signed: Mapping[str, str]) -> str:
 def announce(
     using: str,
     session_id: uuid.UUID,
-    metadata: Mapping[str, str] | None = None,
-    transaction: str | None = None,
+    metadata: Mapping[str, str],
+    transaction: str | None,
 ) -> None:
     """Send the control message of a session that is about to commit. `transaction` is
     the id of the session's transaction, if known.
 
-    Raises BrokerError if the message cannot be sent and the setting ON_CONTROL_FAILURE
-    is "fail". Raises CommitTimedOut if the receiver has already given up the session.
-    The session must then roll back.
+    Raises BrokerError if the message cannot be sent. Raises CommitTimedOut if the
+    receiver has already given up the session, which must then roll back.
     """
     settings = conf.get().HTTP
     if settings.CONTROL_MESSAGE == "off":
@@ -194,25 +190,19 @@ def announce(
         kind = "delay"
     # Messages in the database itself are visible to this session only.
     database = "" if kind == "arrival" else database_identity.current(using)
-    try:
-        control = ControlMessage(
+    send(
+        ControlMessage(
             str(new_id()),
             session_id,
             using,
             kind,
             transaction=mark,
             database=database,
-            headers=metadata or {},
+            headers=metadata,
         )
-        send(control)
-    except BrokerError as error:
-        # A failed INSERT has aborted the transaction that it shares.
-        if settings.ON_CONTROL_FAILURE == "fail" or kind == "arrival":
-            raise
-        log.info("session %s commits without a control message: %s", session_id, error)
-    else:
-        if kind == "delay":
-            _leave_a_record(using, session_id)
+    )
+    if kind == "delay":
+        _leave_a_record(using, session_id)
 
 
 def send(control: ControlMessage) -> None:

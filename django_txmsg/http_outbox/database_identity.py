@@ -14,7 +14,7 @@ import enum
 import time
 from typing import Any
 
-from django.db import DatabaseError, connections
+from django.db import DatabaseError, connections, transaction
 
 from ..django_internals import settings_of
 from ..models import DatabaseIdentity
@@ -27,6 +27,16 @@ KNOWN = 10.0
 #: How long after a restart messages with the previous identity may arrive: the senders'
 #: caching time, and the difference of the clocks.
 SLACK = dt.timedelta(seconds=60)
+
+_MAY_ASK = "SELECT has_function_privilege('pg_control_system()', 'EXECUTE')"
+#: All sessions of a server see the same start time. A copy of its files starts at
+#: another time; so does a standby, whose value has the same part before the last "/".
+_IDENTITY = """
+    SELECT current_database() || '/' || oid || '@' || {system} || '/'
+        || trunc(extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint
+    FROM pg_database WHERE datname = current_database()
+"""
+_SYSTEM = "(SELECT system_identifier FROM pg_control_system())"
 
 #: By the database's address: until when its identity is cached, and the identity.
 _known: dict[tuple[str, ...], tuple[float, str]] = {}
@@ -79,15 +89,31 @@ def _parts(identity: str) -> tuple[str, str, str]:
 
 
 def _ask(using: str) -> str:
-    identity: str = DatabaseIdentity.objects.db_manager(using).ask()
+    identity = ""
+    if connections[using].vendor == "postgresql":
+        ((may_ask,),) = query(using, _MAY_ASK)
+        system = _SYSTEM if may_ask else "''"
+        ((found,),) = query(using, _IDENTITY.format(system=system))
+        identity = str(found)[-255:]
     _known[_place(using)] = time.monotonic() + KNOWN, identity
     return identity
 
 
 def _note(using: str, identity: str) -> dt.datetime:
+    """Record an identity, and return when the database was first seen with it. A
+    standby, which accepts no writes, always raises an error here."""
     written = _place(using), identity
     if written not in _noted:
-        _noted[written] = DatabaseIdentity.objects.db_manager(using).note(identity)
+        rows = DatabaseIdentity.objects.using(using)
+        with transaction.atomic(using=using):
+            # `ignore_conflicts` would also ignore that a new primary key exists.
+            rows.bulk_create(
+                [DatabaseIdentity(identity=identity)],
+                update_conflicts=True,
+                update_fields=["identity"],
+                unique_fields=["identity"],
+            )
+        _noted[written] = rows.get(identity=identity).seen_at
     return _noted[written]
 
 

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from django.db import connections, transaction
 
@@ -27,13 +26,6 @@ from . import control_group
 from .control_message import announce
 
 log = logging.getLogger("django_txmsg.session")
-
-
-@dataclass
-class SessionScope(Scope):
-    """The scope of an outbox session's messages."""
-
-    session: OutboxSession | None = None
 
 
 class OutboxSession:
@@ -51,7 +43,7 @@ class OutboxSession:
         self.metadata: dict[str, str] = {}
         self._reading = reading
         self._block = Block(self.using, reading=reading)
-        self._scope: SessionScope | None = None
+        self._scope: Scope | None = None
         self._outer: Scope | None = None
         self._ended = self._joined = False
         self._joining = threading.Lock()
@@ -104,7 +96,7 @@ class OutboxSession:
         self._block.enter()
         self._began = time.monotonic()
         outer = current_scope()
-        self._scope = SessionScope(
+        self._scope = Scope(
             session_id=self.id, using=self.using, session=self, join=self._join
         )
         if outer is not None:
@@ -165,18 +157,15 @@ class OutboxSession:
     def _announce(self) -> None:
         assert self._scope is not None
         metadata, newest = check_headers(self.metadata), self._scope.newest
-        if self._group is None or newest is None or metadata:
-            announce(
-                self.using,
-                self._group.id if self._group else self.id,
-                metadata,
-                self._scope.transactions.get(connections[self.using]),
-            )
-            return
         try:
+            if self._group is None or newest is None or metadata:
+                known = self._scope.transactions.get(connections[self.using])
+                announce(self.using, self._join()[0], metadata, known)
+                return
             self._group.vouch(newest)
         except BrokerError as error:
-            if conf.get().HTTP.ON_CONTROL_FAILURE == "fail":
+            # The INSERT into a broker's tables may have aborted this transaction.
+            if conf.get().HTTP.ON_CONTROL_FAILURE == "fail" or self.spoiled:
                 raise
             log.info("session %s commits without a control message: %s", self.id, error)
         else:
@@ -222,13 +211,10 @@ class OutboxSession:
             if alias != self.using and count:
                 log.warning(
                     "session %s is on database %r, and %d of its messages are on %r: "
-                    "they were committed or rolled back separately, and if this "
-                    "process dies after that commit, the relay of that database "
-                    "sends them. outbox_session(using=%r) takes care of those too",
+                    "no control message is sent for them. Use outbox_session(using=…)",
                     self.id,
                     self.using,
                     count,
-                    alias,
                     alias,
                 )
 
@@ -264,8 +250,7 @@ def outbox_session(using: str | None = None) -> Iterator[OutboxSession]:
         and outer.using == session.using
         and in_block(connections[session.using])
     ):
-        if isinstance(outer, SessionScope) and outer.session is not None:
-            session = outer.session
+        session = outer.session or session
         with transaction.atomic(using=session.using):
             yield session
         return

@@ -20,7 +20,7 @@ from django.utils.module_loading import module_has_submodule
 from .. import contracts
 from ..dead_letters.burial import bury_unread
 from ..django_internals import settings_of
-from ..http_outbox.installed import MIDDLEWARE, count_middleware
+from ..http_outbox import MIDDLEWARE, count_middleware
 from ..models import InboxMessage, OutboxMessage
 from ..models.fields import Holds
 from ..models.monitoring import Deed

@@ -9,7 +9,7 @@ import uuid
 from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
-from .fields import SqlManager, limit_waits, query
+from .fields import SqlManager, limit_waits
 
 # The outcome of an outbox session whose transaction id cannot be queried.
 #
@@ -132,56 +132,12 @@ class IdempotencyKey(models.Model):
 # A copy of a database has its original's rows, and gets an identity of its own when
 # it is first used: from then on the two can be told apart.
 
-_MAY_ASK = "SELECT has_function_privilege('pg_control_system()', 'EXECUTE')"
-#: All sessions of a server see the same start time. A copy of its files starts at
-#: another time; so does a standby, whose value has the same part before the last "/".
-_IDENTITY = """
-    SELECT current_database() || '/' || oid || '@' || {system} || '/'
-        || trunc(extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint
-    FROM pg_database WHERE datname = current_database()
-"""
-_SYSTEM = "(SELECT system_identifier FROM pg_control_system())"
-
-
-class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """Reads and records the identity of the database."""
-
-    def ask(self) -> str:
-        """Return the database's current identity; "" on SQLite, which has no
-        identity."""
-        if connections[self.db].vendor != "postgresql":
-            return ""
-        ((may_ask,),) = query(self.db, _MAY_ASK)
-        system = _SYSTEM if may_ask else "''"
-        ((identity,),) = query(self.db, _IDENTITY.format(system=system))
-        return str(identity)[-255:]
-
-    def note(self, identity: str) -> dt.datetime:
-        """Record an identity, and return when the database was first seen with this
-        identity.
-
-        Uses a transaction of its own. Raises the database's errors. On a standby, this
-        always raises an error, because a standby accepts no writes.
-        """
-        with transaction.atomic(using=self.db):
-            # `ignore_conflicts` would also ignore that a new primary key exists.
-            self.bulk_create(
-                [self.model(identity=identity)],
-                update_conflicts=True,
-                update_fields=["identity"],
-                unique_fields=["identity"],
-            )
-        seen_at: dt.datetime = self.get(identity=identity).seen_at
-        return seen_at
-
 
 class DatabaseIdentity(models.Model):
     """An identity that this database has had, and when it was first seen."""
 
     identity = models.CharField(max_length=255, unique=True)
     seen_at = models.DateTimeField(db_default=Now())
-
-    objects = DatabaseIdentityManager()
 
     class Meta:
         verbose_name_plural = "database identities"

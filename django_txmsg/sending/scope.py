@@ -191,7 +191,8 @@ class Scope:
       the handler returns, instead of storing them. `blocks`, if set, says how many
       atomic blocks were open on each connection before the handler ran. A message that
       the handler sends in a block of its own is not enlisted, but stored there.
-    - `stored` counts the stored messages by database alias.
+    - `stored` counts the stored messages by database alias. `session` is the outbox
+      session, if the scope is one's.
     - `join`, if set, is called before each INSERT on `using`. The function returns the
       session id of the rows, and the lock that the INSERT takes, if any. `newest` is
       the database's clock at the last INSERT with such a lock.
@@ -215,6 +216,7 @@ class Scope:
     join: Callable[[], tuple[uuid.UUID, int | None]] | None = None
     newest: dt.datetime | None = None
     transactions: dict[Any, str] = field(default_factory=dict)
+    session: Any = None
     ended: bool = False
 
     def of_block(self, alias: str) -> Scope:

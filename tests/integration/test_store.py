@@ -15,6 +15,7 @@ from django.db import IntegrityError, connection, transaction
 
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import DuplicateMessage, InvalidMessage, TransactionRequired
+from django_txmsg.http_outbox import database_identity
 from django_txmsg.models import (
     DatabaseIdentity,
     InboxMessage,
@@ -268,7 +269,8 @@ def test_sequence_that_is_behind_is_an_error_for_other_rows_too(model: Any) -> N
         if model is Schedule:
             Schedule.objects.make("tests", name, {}, "* * * * *")
         else:
-            DatabaseIdentity.objects.note(name)
+            database_identity._noted.clear()
+            database_identity._note("default", name)
 
     add("first")
     set_sequence(model, model.objects.latest("id").pk)
