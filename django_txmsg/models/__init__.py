@@ -20,10 +20,10 @@ from .http_outbox import DatabaseIdentity as DatabaseIdentity
 from .http_outbox import IdempotencyKey as IdempotencyKey
 from .http_outbox import SessionRecord as SessionRecord
 from .inbox import InboxMessage as InboxMessage
-from .key_tail import KeyTail as KeyTail
 from .monitoring import Alert as Alert
 from .monitoring import AuditEntry as AuditEntry
 from .monitoring import PeriodCount as PeriodCount
+from .outbox import KeyTail as KeyTail
 from .outbox import OutboxMessage as OutboxMessage
 from .queue import QueueMessage as QueueMessage
 from .queue import QueueSubscription as QueueSubscription

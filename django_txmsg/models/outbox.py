@@ -9,8 +9,10 @@ a pending row. A cancelled row has both `cancelled_at` and `dead_at`, and the re
 from __future__ import annotations
 
 import datetime as dt
+import json
 import uuid
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from django.db import connections, models
@@ -21,7 +23,7 @@ from django.db.models.lookups import IsNull
 from .. import conf
 from ..rules import LEASED, NOT_LEASED, inbox
 from ..rules import outbox as rules
-from .fields import SqlManager, not_blank, not_null
+from .fields import SqlManager, not_blank, not_null, read_uuid
 from .inbox import InboxMessage
 from .outbox_claim import ClaimingManager
 from .outbox_store import StoringManager
@@ -135,41 +137,36 @@ class PendingManager(SqlManager):
         expiry of the caller's message, in seconds; `None` means never. If the pending
         row would expire sooner, it gets this later expiry.
         """
+        if not wanted:
+            return []
         connection, table = connections[self.db], self._table
-        now, later = self._sql.now, self._sql.later()
+        now, later = self._sql.now, self._sql.later("g.expiry")
         # Not those that a relay is sending: its mark would wait for us.
         pending = f"{{}} AND {rules.PENDING.sql()} AND {NOT_LEASED.sql(now=now)}"
         # While the row is locked so, claims skip it, and a transaction that wants to
         # change it waits; another one that locks it like this does not.
         lock = "FOR SHARE" if connection.vendor == "postgresql" else ""
         having, keys = self._sql.ids("unique_key", wanted)
-        by_expiry: dict[float | None, list[str]] = {}
-        for key, expiry in wanted.items():
-            by_expiry.setdefault(expiry, []).append(key)
-        with connection.cursor() as cursor:
-            for expiry, some in by_expiry.items():
-                some_have, given = self._sql.ids("unique_key", some)
-                value, sooner, seconds = "NULL", "IS NOT NULL", list[Any]()
-                if expiry is not None:
-                    value, sooner = later, f"< {later}"
-                    seconds = [expiry]
-                cursor.execute(
-                    f"UPDATE {table} SET expires_at = {value}"  # noqa: S608 - constants only
-                    f" WHERE {pending.format(some_have)} AND expires_at {sooner}",
-                    [*seconds, *given, *seconds],
-                )
-            cursor.execute(
-                f"SELECT id FROM {table} WHERE {pending.format(having)} {lock}",  # noqa: S608 - constants only
-                keys,
-            )
-            held = [pk for (pk,) in cursor.fetchall()]
-            cursor.execute(
-                f"SELECT id FROM {table} WHERE {having} AND dead_at IS NULL"  # noqa: S608 - constants only
-                " AND unique_until_processed AND (dispatched_at IS NOT NULL"
-                f" OR {LEASED.sql(now=now)})",
-                keys,
-            )
-            return held + [pk for (pk,) in cursor.fetchall()]
+        source = self._sql.given("g", key="text", expiry="float8")
+        given = [{"key": key, "expiry": expiry} for key, expiry in wanted.items()]
+        self._changed(
+            f"UPDATE {table} SET expires_at ="  # noqa: S608 - constants only
+            f" CASE WHEN g.expiry IS NOT NULL THEN {later} END FROM {source}"
+            f" WHERE {pending.format('unique_key = g.key')} AND expires_at IS NOT NULL"
+            f" AND (g.expiry IS NULL OR expires_at < {later})",
+            [json.dumps(given)],
+        )
+        held = self._rows(
+            f"SELECT id FROM {table} WHERE {pending.format(having)} {lock}",  # noqa: S608 - constants only
+            keys,
+        )
+        held += self._rows(
+            f"SELECT id FROM {table} WHERE {having} AND dead_at IS NULL"  # noqa: S608 - constants only
+            " AND unique_until_processed AND (dispatched_at IS NOT NULL"
+            f" OR {LEASED.sql(now=now)})",
+            keys,
+        )
+        return [pk for (pk,) in held]
 
     def _change(
         self,
@@ -299,3 +296,85 @@ class OutboxMessage(models.Model):
         if self.cancelled_at is None:
             return OutboxState.DEAD
         return OutboxState.CANCELLED
+
+
+# Hop 3's record: for each key, the last message that was sent to a destination. The
+# relay links each new message of the key to this last message (`relaying/lane.py`).
+
+#: A destination, and a key there.
+Chain = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The place of a new message in the chain of its key, and the message's
+    predecessor, if any.
+
+    Instants are microseconds since 1970 by the database's clock. Within a chain, later
+    messages have later instants, even if that clock is set back.
+    """
+
+    previous_id: uuid.UUID | None
+    previous_at: int | None
+    last_at: int
+
+
+class KeyTailManager(SqlManager):
+    """Changes key tails. A tail only ever advances."""
+
+    def advance(
+        self, broker: str, ends: Mapping[Chain, uuid.UUID], longest: int
+    ) -> dict[Chain, Joint]:
+        """Make these messages the last messages of their chains. `longest` is the
+        largest number of messages that this call adds to any one chain. The tails stay
+        locked until the transaction ends, so that no other relay extends these chains
+        meanwhile. The tails are always locked in the same order, so that relays do not
+        deadlock."""
+        given = [
+            {"destination": place, "key": key, "id": last.hex}
+            for (place, key), last in ends.items()
+        ]
+        sql = self._sql
+        source = sql.given("g", destination="text", key="text", id="uuid")
+        now = f"CAST({sql.epoch()} * 1000000 AS bigint)"
+        rows = self._rows(
+            f"INSERT INTO {self._table} AS t"  # noqa: S608 - constants only
+            " (broker, destination, key, last_id, last_at)"
+            f" SELECT %s, g.destination, g.key, g.id, {now} FROM {source}"
+            " WHERE TRUE ORDER BY g.destination, g.key"
+            " ON CONFLICT (broker, destination, key) DO UPDATE SET"
+            " previous_id = t.last_id, previous_at = t.last_at,"
+            " last_id = excluded.last_id,"
+            f" last_at = {sql.greatest}(excluded.last_at, t.last_at + %s)"
+            " RETURNING destination, key, previous_id, previous_at, last_at",
+            [broker, json.dumps(given), longest],
+        )
+        return {
+            (destination, key): Joint(read_uuid(previous), at, last_at)
+            for destination, key, previous, at, last_at in rows
+        }
+
+
+class KeyTail(models.Model):
+    """The last of the messages that relays have claimed for one destination and key."""
+
+    broker = models.CharField(max_length=64)
+    destination = models.CharField(max_length=255)
+    key = models.CharField(max_length=255)
+    last_id = models.UUIDField()
+    #: In microseconds since 1970.
+    last_at = models.BigIntegerField()
+    previous_id = models.UUIDField(null=True)
+    previous_at = models.BigIntegerField(null=True)
+
+    objects = KeyTailManager()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["broker", "destination", "key"], name="txmsg_key_tail"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.key} to {self.destination}"

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from django.db import IntegrityError, connections, transaction
 
 from ..django_internals import djangos_errors
-from .fields import Sql, SqlManager, read_instant, read_uuid
+from .fields import OneOf, Sql, SqlManager, read_instant, read_uuid
 
 #: The origin of a message id. If a "caller" id is stored already, that is an error. A
 #: "derived" id is stored already when its stage is run again by force.
@@ -164,13 +164,8 @@ class StoringManager(SqlManager):
     def there(self, ids: Collection[int]) -> list[tuple[int, uuid.UUID, str]]:
         """Return the rows that exist among these primary keys, sorted by primary key.
         Each result has the row's primary key, message id and destination."""
-        having, keys = self._sql.ids("id", ids)
-        rows = self._rows(
-            f"SELECT id, message_id, destination FROM {self._table}"  # noqa: S608 - constants only
-            f" WHERE {having} ORDER BY id",
-            keys,
-        )
-        return [(pk, read_uuid(one), name) for pk, one, name in rows]
+        rows = self.filter(OneOf("pk", ids)).order_by("pk")
+        return list(rows.values_list("pk", "message_id", "destination"))
 
 
 class _Column(NamedTuple):

@@ -27,8 +27,7 @@ from ..brokers import get_broker
 from ..brokers.base import Outgoing, Session
 from ..errors import BrokerError, BrokerUnavailable, ConfigurationError
 from ..models import KeyTail, OutboxMessage
-from ..models.key_tail import Chain
-from ..models.outbox import OutboxManager
+from ..models.outbox import Chain, OutboxManager
 from ..models.outbox_claim import Claimed
 from ..runtime.connections import shed
 from ..runtime.leases import Lease

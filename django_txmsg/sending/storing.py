@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from django.db import IntegrityError, connections, transaction
 from django.utils import timezone
@@ -55,7 +55,9 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     if refused or len(created) + len(missing) < len(rows):
         ids = [pk for pk, _ in created.values()]
         OutboxMessage.objects.using(alias).filter(OneOf("pk", ids)).delete()
-        raise DuplicateMessage(_duplicates(rows, set(created)))
+        counts = Counter(row.message_id for row in rows)
+        twice = [message_id for message_id, count in counts.items() if count > 1]
+        raise already_stored([row.message_id for row in refused] or twice)
     instants = {message_id: instant for message_id, (_, instant) in created.items()}
     if missing and (apart := set_apart(missing, alias)):
         ids_apart = [row.message_id for row in apart]
@@ -158,14 +160,12 @@ def after_commit(
     return hook
 
 
-def _duplicates(rows: list[NewMessage], stored: set[uuid.UUID]) -> str:
-    counts = Counter(str(row.message_id) for row in rows)
-    twice = sorted([one for one, count in counts.items() if count > 1] or counts)
-    known = [one for one in twice if uuid.UUID(one) not in stored] or twice
-    return (
-        f"Message {', '.join(known[:5])} is stored already, and an id is stored once. "
-        f"If this is a retry, the first call has done the work; for another message, "
-        f"use another id."
+def already_stored(ids: Sequence[uuid.UUID]) -> DuplicateMessage:
+    """Return the error for messages whose ids are stored already."""
+    return DuplicateMessage(
+        f"Message {', '.join(map(str, ids[:5]))} is stored already, and an id is "
+        f"stored once. If this is a retry, the first call has done the work; for "
+        f"another message, use another id."
     )
 
 

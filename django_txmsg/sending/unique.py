@@ -30,7 +30,7 @@ from ..models import OutboxMessage
 from ..models.outbox import HOLDING
 from ..models.outbox_store import NewMessage, UniqueUntil
 from .scope import current_scope
-from .storing import after_commit, as_sent, set_apart, store
+from .storing import after_commit, already_stored, as_sent, set_apart, store
 
 #: How often to try: the message that holds a key may leave between the INSERT and the
 #: query for it, which frees the key.
@@ -146,10 +146,7 @@ def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, M
             continue  # to be stored in the next try
         if row.message_id in stored:
             if row.origin != "derived":
-                raise DuplicateMessage(
-                    f"Message {row.message_id} is stored already, and an id is stored "
-                    f"once. If this is a retry, the first call has done the work."
-                )
+                raise already_stored([row.message_id])
             found[row.message_id] = message_of(stored[row.message_id])
         elif row.on_conflict == "replace":
             # Not locked before: two transactions that both had would deadlock here.
