@@ -21,7 +21,7 @@ TAG = "txmsg"
 @register(TAG)
 def check(**_: object) -> list[CheckMessage]:
     """Return the faults of the settings, the databases and the stages."""
-    found = settings.check()
+    found = list(settings.check())
     if any(one.id in settings.UNREADABLE for one in found):
         # Settings that cannot be read permit no further checks.
         return found

@@ -48,9 +48,22 @@ GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manage
 _NOWHERE = ("memory", "memory+socket")
 
 
-def check() -> list[CheckMessage]:
-    """Return the errors that prevent any further check of the settings."""
-    return [*_problems(), *_time_zone()]
+def check() -> Iterator[CheckMessage]:
+    """Report the errors that prevent any further check of the settings."""
+    for problem in conf.problems():
+        yield Error(
+            f"{problem.path} {problem.message}",
+            hint=problem.hint
+            or "Each setting with its default: "
+            "https://django-txmsg.github.io/django_txmsg/reference/settings.html",
+            id="txmsg.E001",
+        )
+    if not django_settings.USE_TZ:
+        yield Error(
+            "USE_TZ is False, but the due time of a message needs a time zone.",
+            hint="Set USE_TZ = True.",
+            id="txmsg.E002",
+        )
 
 
 def check_values() -> list[CheckMessage]:
@@ -64,26 +77,6 @@ def check_values() -> list[CheckMessage]:
         *_pipeline(),
         *_middleware(),
     ]
-
-
-def _problems() -> Iterator[CheckMessage]:
-    for problem in conf.problems():
-        yield Error(
-            f"{problem.path} {problem.message}",
-            hint=problem.hint
-            or "Each setting with its default: "
-            "https://django-txmsg.github.io/django_txmsg/reference/settings.html",
-            id="txmsg.E001",
-        )
-
-
-def _time_zone() -> Iterator[CheckMessage]:
-    if not django_settings.USE_TZ:
-        yield Error(
-            "USE_TZ is False, but the due time of a message needs a time zone.",
-            hint="Set USE_TZ = True.",
-            id="txmsg.E002",
-        )
 
 
 def _other_name() -> Iterator[CheckMessage]:
@@ -220,9 +213,7 @@ def check_deployment() -> list[CheckMessage]:
         broker = brokers.find_broker(alias)
         if broker is not None:  # or another check says why not
             found += _exposed(broker, entry.get("URL", ""))
-    for look in (_default_service, _deferred_sqlite, _no_receiver, _for_tests, _twice):
-        found += look()
-    return found
+    return [*found, *_deferred_sqlite(), *_unsafe()]
 
 
 def _exposed(broker: brokers.Broker, url: str) -> Iterator[CheckMessage]:
@@ -248,16 +239,6 @@ def _exposed(broker: brokers.Broker, url: str) -> Iterator[CheckMessage]:
         )
 
 
-def _default_service() -> Iterator[CheckMessage]:
-    if conf.get().SERVICE == conf.Settings().SERVICE:
-        yield Warning(
-            'TXMSG["SERVICE"] is not set: two services of the same name on one broker '
-            "take each other's control messages.",
-            hint='Set TXMSG["SERVICE"] to this service\'s own name.',
-            id="txmsg.W103",
-        )
-
-
 def _deferred_sqlite() -> Iterator[CheckMessage]:
     for alias in connections:
         connection: Any = connections[alias]
@@ -274,15 +255,25 @@ def _deferred_sqlite() -> Iterator[CheckMessage]:
             )
 
 
-def _for_tests() -> Iterator[CheckMessage]:
-    if conf.get().DISPATCH_ON_COMMIT == "inline":
+def _unsafe() -> Iterator[CheckMessage]:
+    """Warn of values that are for tests and for trying, or with which messages pile
+    up."""
+    settings, installed = conf.get(), count_middleware()
+    if settings.SERVICE == conf.Settings().SERVICE:
+        yield Warning(
+            'TXMSG["SERVICE"] is not set: two services of the same name on one broker '
+            "take each other's control messages.",
+            hint='Set TXMSG["SERVICE"] to this service\'s own name.',
+            id="txmsg.W103",
+        )
+    if settings.DISPATCH_ON_COMMIT == "inline":
         yield Warning(
             'TXMSG["DISPATCH_ON_COMMIT"] is "inline": each request waits for the '
             "broker, and for its time-outs while the broker is down.",
             hint='Leave it out ("thread"), or set "off" and let the relay send.',
             id="txmsg.W106",
         )
-    if not conf.get().REQUIRE_ATOMIC:
+    if not settings.REQUIRE_ATOMIC:
         yield Warning(
             'TXMSG["REQUIRE_ATOMIC"] is False: a message that is stored outside a '
             "transaction is sent even if the work around it fails.",
@@ -290,21 +281,15 @@ def _for_tests() -> Iterator[CheckMessage]:
             "stage.",
             id="txmsg.W107",
         )
-
-
-def _twice() -> Iterator[CheckMessage]:
-    if count_middleware() > 1:
+    if installed > 1:
         yield Warning(
             f"{MIDDLEWARE!r}, or a subclass, is in MIDDLEWARE more than once: each "
             f"request would open a session inside another one.",
             hint="Keep the last one.",
             id="txmsg.W108",
         )
-
-
-def _no_receiver() -> Iterator[CheckMessage]:
-    sends = conf.get().HTTP.CONTROL_MESSAGE != "off"
-    if sends and count_middleware() and not all_stages():
+    sends = settings.HTTP.CONTROL_MESSAGE != "off"
+    if sends and installed and not all_stages():
         yield Warning(
             "Requests send control messages to this service, which has no stage and so "
             "perhaps no `manage.py consume` to receive them: they would pile up on the "

@@ -229,12 +229,7 @@ def running(using: str) -> bool:
     return _ours(using).exists()
 
 
-def finish(
-    operation: BulkOperation,
-    *,
-    patience: float = math.inf,
-    on_batch: Callable[[BulkOperation], None] | None = None,
-) -> BulkOperation:
+def finish(operation: BulkOperation, *, patience: float = math.inf) -> BulkOperation:
     """Execute one operation until it ends, is paused, or `patience` seconds have
     passed. Other processes may execute some of its batches.
 
@@ -245,8 +240,6 @@ def finish(
     while True:
         handled = work_batch(using, only=operation.pk)
         operation.refresh_from_db(using=using)
-        if on_batch is not None:
-            on_batch(operation)
         if operation.state != BulkState.RUNNING or time.monotonic() > deadline:
             break
         if handled is None:

@@ -23,6 +23,7 @@ from .terminal import (
     chosen_database,
     operator,
     print_list,
+    read_age,
     record,
     say,
     whole_number,
@@ -114,7 +115,7 @@ class Reschedule(_PerMessage):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
         when = parser.add_mutually_exclusive_group(required=True)
-        when.add_argument("--delay", type=_delay, metavar="SECONDS", help="from now")
+        when.add_argument("--delay", type=read_age, metavar="AGE", help="like 30m, 12h")
         when.add_argument(
             "--at", type=_instant, metavar="INSTANT", help="like 2026-11-22T20:00:00Z"
         )
@@ -124,16 +125,6 @@ class Reschedule(_PerMessage):
         return {
             name: options[name] for name in ("delay", "at") if options[name] is not None
         }
-
-
-def _delay(text: str) -> dt.timedelta:
-    try:
-        delay = dt.timedelta(seconds=float(text))
-    except (OverflowError, ValueError):
-        delay = dt.timedelta(-1)
-    if delay < dt.timedelta():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return delay
 
 
 def _instant(text: str) -> dt.datetime:

@@ -272,7 +272,7 @@ def test_invalid_id_is_refused() -> None:
 @pytest.mark.django_db
 def test_commands_cancel_reschedule_and_report_failures() -> None:
     one, two, out = stored(), stored(), StringIO()
-    call_command("txmsg", "reschedule", str(one), "--delay", "0", stdout=out)
+    call_command("txmsg", "reschedule", str(one), "--delay", "0s", stdout=out)
     call_command("txmsg", "reschedule", str(two), "--at", "2030-01-01T00:00Z")
     assert ship() == 1
     with pytest.raises(CommandError, match=f"Not cancelled.*{one}"):

@@ -34,7 +34,7 @@ OPTIONS = [
 ALL = {name for _, read in OPTIONS for name in read}
 ID = "86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22"
 #: What a verb cannot do without, beside what its parser says.
-NEEDED = {"reschedule": [ID, "--delay", "60"]}
+NEEDED = {"reschedule": [ID, "--delay", "1m"]}
 
 
 def leaves(parser: argparse.ArgumentParser, *before: str) -> Iterator[list[str]]:
@@ -138,9 +138,9 @@ def test_the_help_of_a_verb_says_what_the_verb_does() -> None:
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("txmsg reschedule {id} --delay nan", "'nan' is not a number of seconds"),
-        ("txmsg reschedule {id} --delay 1e99", "'1e99' is not a number of seconds"),
-        ("txmsg reschedule {id} --delay -5", "'-5' is not a number of seconds"),
+        ("txmsg reschedule {id} --delay nan", "'nan' is not an age"),
+        ("txmsg reschedule {id} --delay 1e99", "'1e99' is not an age"),
+        ("txmsg reschedule {id} --delay=-5s", "'-5s' is not an age"),
         ("txmsg reschedule {id} --at tomorrow", "'tomorrow' is not an instant"),
         ("txmsg reschedule {id} --at 2026-11-22", "is not an instant with a time zone"),
         ("txmsg audit --deed nope", "'redeliver'"),
