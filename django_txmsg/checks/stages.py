@@ -29,7 +29,7 @@ from ..errors import ConfigurationError, TxmsgError
 from ..flows.declaration import declarations
 from ..lazy_imports import install
 from ..monitoring import databases
-from ..scheduling.timetable import Recurring, recurring
+from ..scheduling.timetable import recurring
 from ..stages import Stage
 
 DAY = 86_400.0
@@ -421,25 +421,22 @@ def _redelivery_window(policy: RedeliveryPolicy) -> float:
 # Checks that recurring messages can be stored, before a relay fails at a tick.
 
 
-def check_schedule() -> list[CheckMessage]:
-    """Return an error for each recurring message that cannot be stored."""
-    return [error for one in recurring() for error in _recurring(one)]
-
-
-def _recurring(one: Recurring) -> Iterator[CheckMessage]:
-    if one.alias not in databases.with_tables():
-        why = f"the router keeps the tables out of database {one.alias!r}"
-    else:
-        try:
-            one.check()
-            return
-        except TxmsgError as error:
-            why = str(error)
-    yield Error(
-        f"The recurring message {one.name!r} cannot be stored: {why}",
-        hint='Correct its every(), or its entry in TXMSG["SCHEDULE"].',
-        id="txmsg.E050",
-    )
+def check_schedule() -> Iterator[CheckMessage]:
+    """Report each recurring message that cannot be stored."""
+    for one in recurring():
+        if one.alias not in databases.with_tables():
+            why = f"the router keeps the tables out of database {one.alias!r}"
+        else:
+            try:
+                one.check()
+                continue
+            except TxmsgError as error:
+                why = str(error)
+        yield Error(
+            f"The recurring message {one.name!r} cannot be stored: {why}",
+            hint='Correct its every(), or its entry in TXMSG["SCHEDULE"].',
+            id="txmsg.E050",
+        )
 
 
 # Whether this process can find the contract of its typed messages.

@@ -236,4 +236,4 @@ def test_check_finds_recurring_message_that_cannot_be_stored(
 
     assert found.id == "txmsg.E050"
     assert why in found.msg
-    assert stages.check_schedule() == []
+    assert not list(stages.check_schedule())

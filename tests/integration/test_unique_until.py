@@ -433,7 +433,7 @@ def test_unique_until_can_be_given_in_the_settings() -> None:
         declared(nothing, PLACE),
         txmsg(SCHEDULE={"r": {**given, "UNIQUE_UNTIL": "processed"}}),
     ):
-        assert stages.check_schedule() == []
+        assert not list(stages.check_schedule())
         (one,) = [one for one in recurring() if one.name == "r"]
         found = one.arguments(dt.datetime.now(dt.timezone.utc))
     assert (found["unique"], found["unique_until"]) == ("k", "processed")

@@ -35,6 +35,7 @@ from ..terminal import (
     not_blank,
     operator,
     plain,
+    print_list,
     printable,
     printable_lines,
     read_age,
@@ -54,19 +55,16 @@ class Report:
     def letters(self, letters: Any, limit: int) -> None:
         """Print the newest open dead letters, one per line."""
         rows = list(letters.defer("body", "traceback").order_by("-pk")[:limit])
-        if self._as_json:
-            self._print([_facts(one) for one in rows])
-            return
-        for one in rows:
-            again = f", died {one.deaths} times" if one.deaths > 1 else ""
-            self._out.write(
-                f"{one.pk:>8}  {one.message_id}  {printable(_place(one)):<24} "
-                f"{local(one.created_at)}  "
-                f"{_first(one.exception)}{again}"
-            )
+        lines = [
+            f"{one.pk:>8}  {one.message_id}  {_place(one):<24} "
+            f"{local(one.created_at)}  {_first(one.exception)}"
+            + (f", died {one.deaths} times" if one.deaths > 1 else "")
+            for one in rows
+        ]
         count = letters.count()
         shown = f", {len(rows)} shown (--limit)" if count > len(rows) else ""
-        self._out.write(f"{count} open dead letter{'s' * (count != 1)}{shown}.")
+        lines.append(f"{count} open dead letter{'s' * (count != 1)}{shown}.")
+        print_list(self._out, "", map(_facts, rows), lines, "", as_json=self._as_json)
 
     def groups(self, letters: Any, limit: int) -> None:
         """Print open dead letters grouped by error, the largest groups first."""
@@ -84,25 +82,20 @@ class Report:
             .values_list("pk", "exception")
         )
         muted = {one.fingerprint for one in dead.by_error(letters.db) if one.muted}
-        rows = FailureNote.objects.using(letters.db)
-        notes: dict[str, Any] = {note.fingerprint: note for note in rows}
+        noted = FailureNote.objects.using(letters.db)
+        notes = dict(noted.values_list("fingerprint", "note"))
         for group in groups:
             group["exception"] = errors.get(group.pop("example"), "")
-            note = notes.get(group["fingerprint"])
-            group["note"] = note.note if note else ""
+            group["note"] = notes.get(group["fingerprint"], "")
             group["muted"] = group["fingerprint"] in muted
-        if self._as_json:
-            self._print(groups)
-            return
-        for group in groups:
-            self._out.write(
-                f"{group['count']:>8}  {group['fingerprint']}  "
-                f"{local(group['first'])} to {local(group['last'])}  "
-                f"{_first(group['exception'])}"
-                f"{' (muted)' if group['muted'] else ''}"
-            )
-        if not groups:
-            self._out.write("0 open dead letters.")
+        lines = (
+            f"{one['count']:>8}  {one['fingerprint']}  "
+            f"{local(one['first'])} to {local(one['last'])}  "
+            f"{_first(one['exception'])}{' (muted)' * one['muted']}"
+            for one in groups
+        )
+        none = "0 open dead letters."
+        print_list(self._out, "", groups, lines, none, as_json=self._as_json)
 
     def elsewhere(self, filters: dict[str, Any], using: str) -> None:
         """Print which other databases have open dead letters that match a filter."""
@@ -187,7 +180,7 @@ def _json(value: Any, **options: Any) -> str:
 
 def _first(error: str) -> str:
     """Return the first line of an error, shortened for a list."""
-    return printable(error.partition("\n")[0][:80])
+    return error.partition("\n")[0][:80]
 
 
 def _place(letter: DeadLetter) -> str:
