@@ -55,11 +55,6 @@ class Codec(ABC):
         """Return the value as JSON text in UTF-8 that `decode()` can read. Raises
         Misfit for a value that `decode()` would not read."""
 
-    def decode_value(self, annotation: Any, value: Any) -> Any:
-        """Return the object for a parsed body, whose fractional numbers are Decimals.
-        Raises Misfit if the body does not fit the annotation."""
-        return self.decode(annotation, to_json(value))
-
     def schema(self, annotation: Any) -> dict[str, Any] | None:
         """Return the JSON Schema (draft 2020-12) of the bodies that the codec reads, or
         None if it is unknown."""

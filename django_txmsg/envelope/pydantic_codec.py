@@ -244,31 +244,20 @@ class PydanticCodec(Codec):
         return _adapter(annotation) is not None
 
     def decode(self, annotation: Any, body: bytes) -> Any:
-        exactly = _marked(annotation).decimals and (
-            body[:1] in b"-0123456789" or _FRACTION.search(body)
-        )
-        # Python's parser accepts these words, although they are not JSON.
-        if exactly or b"NaN" in body or b"Infinity" in body:
-            return self._exactly(annotation, from_json(body), body)
-        return self._validated(annotation, body)
-
-    def decode_value(self, annotation: Any, value: Any) -> Any:
-        return self._exactly(annotation, value, None)
-
-    def _exactly(self, annotation: Any, value: Any, body: bytes | None) -> Any:
-        """Validate a body, and return the result. `value` is the parsed body. First the
-        numbers of Decimal fields are replaced by their texts, so that no digit is lost.
-        If there are no such numbers, or if the texts are not valid, the original body
-        is validated."""
-        marks, exact = _marked(annotation), value
-        if marks.decimals:
+        marks = _marked(annotation)
+        if b"NaN" in body or b"Infinity" in body:
+            from_json(body)  # pydantic accepts these words, although they are not JSON
+        if marks.decimals and (body[:1] in b"-0123456789" or _FRACTION.search(body)):
+            # The numbers of Decimal fields are replaced by their texts, so that no
+            # digit is lost.
+            value = from_json(body)
             exact = _Exact(marks.schema.get("$defs", {})).walk(value, marks.schema)
-        if exact is not value:
-            try:
-                return self._validated(annotation, to_json(exact))
-            except Misfit:
-                pass  # a union, perhaps, whose other member has a float there
-        return self._validated(annotation, to_json(value) if body is None else body)
+            if exact is not value:
+                try:
+                    return self._validated(annotation, to_json(exact))
+                except Misfit:
+                    pass  # a union, perhaps, whose other member has a float there
+        return self._validated(annotation, body)
 
     def encode(self, annotation: Any, value: Any) -> bytes:
         adapter = _adapter(annotation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from .. import wire
 from ..errors import ConfigurationError, DecodeError, InvalidMessage, NewerCodeNeeded
 from . import message_type as message_types
 from . import serializers
-from .codec import Codec, Misfit, from_json
+from .codec import Codec, Misfit, from_json, to_json
 from .failure import class_name, is_interrupt
 from .message_type import MAX_VERSION, class_of, is_name, unaliased
 
@@ -155,15 +155,13 @@ class BodyReader:
         if not message_types.needed(known.name, version, known.version):
             return self._decoded(known, text)
         value = from_json(text)
-        try:
-            value = message_types.upgraded(known.name, value, version, known.version)
-        except MemoryError:
-            raise
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            _refuse(f"upgrade from {version}: {class_name(error)}")
-        return self._decoded(known, value, parsed=True)
+
+        def upgraded() -> bytes:
+            return to_json(
+                message_types.upgraded(known.name, value, version, known.version)
+            )
+
+        return self._decoded(known, _by_user(f"upgrade from {version}", upgraded))
 
     def _unnamed(self) -> BodyType:
         """Return the type of a body without a type header."""
@@ -177,20 +175,24 @@ class BodyReader:
             f"no txmsg-type, and one of {', '.join(sorted(self._types))} is read here",
         )
 
-    def _decoded(self, known: BodyType, body: Any, *, parsed: bool = False) -> Any:
-        decode = known.codec.decode_value if parsed else known.codec.decode
-        try:
-            return decode(known.annotation, body)
-        except Misfit as error:
-            _refuse(str(error))
-        except (ConfigurationError, DecodeError, MemoryError):
+    def _decoded(self, known: BodyType, body: bytes) -> Any:
+        return _by_user("$", lambda: known.codec.decode(known.annotation, body))
+
+
+def _by_user(where: str, call: Callable[[], Any]) -> Any:
+    """Call a user's validators or upgraders. If they raise an error, raise DecodeError:
+    repetition does not help, and SystemExit would stop each worker that receives the
+    message."""
+    try:
+        return call()
+    except Misfit as error:
+        _refuse(str(error))
+    except (ConfigurationError, DecodeError, MemoryError):
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
             raise
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            # A user's validator: repetition does not help. If it raises SystemExit, it
-            # would stop each worker that receives the message.
-            _refuse(f"$: {class_name(error)}")
+        _refuse(f"{where}: {class_name(error)}")
 
 
 def members(annotation: Any) -> list[Any]:
