@@ -76,10 +76,8 @@ def _codecs() -> tuple[Codec, ...]:
 
 def _types(annotation: Any) -> Iterator[BodyType]:
     parts = [one for one in members(annotation) if one is not type(None)]
-    if len(parts) == 1 and len(members(annotation)) == 1:
-        yield body_type(annotation)
-    elif len(parts) == 1 or not any(map(class_of, parts)):
-        # An Optional, or a union of unnamed types: one type for its readers.
+    if len(parts) == 1 or not any(map(class_of, parts)):
+        # No union, an Optional, or a union of unnamed types: one type for its readers.
         yield _named(annotation, class_of(parts[0]) if len(parts) == 1 else None)
     else:
         yield from map(body_type, parts)

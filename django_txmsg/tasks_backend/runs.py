@@ -251,13 +251,12 @@ class Handler:
                 # What it sends in its own blocks belongs to those, not to the broker's
                 # transaction.
                 enter_scope(None)
-                try:
-                    self._run_without(message, stage, worker)
-                finally:
-                    enter_scope(scope)
+                self._run_without(message, stage, worker)
         except BaseException as error:
             _failed.last = message.id, error
             raise
+        finally:
+            enter_scope(scope)
 
     def _run(self, message: Message, stage: Stage, worker: str) -> None:
         using = stage.definition.using

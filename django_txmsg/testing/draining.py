@@ -112,10 +112,9 @@ def drain(
     """Dispatch stored messages and run the stages until no message is left.
 
     `stages` names the stages to run. The default is all whose database the test may
-    use. With `ahead`, `drain()` acts
-    as if this much time passed: when nothing is left to do, it goes on to the time at
-    which the next delayed message, redelivery or flow deadline is due. The times of
-    several calls add up.
+    use. With `ahead`, `drain()` acts as if this much time passed: when nothing is left
+    to do, it goes on to the time at which the next delayed message, redelivery or flow
+    deadline is due. The times of several calls add up.
 
     With `raises`, `drain()` ends by raising the first exception of a handler. Refuse
     and Redeliver are never raised, because they are decisions of the handler. A message
