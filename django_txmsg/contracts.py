@@ -419,7 +419,10 @@ def waiting(committed: Contract, current: Contract, using: str) -> Iterator[Chan
     for channel in committed.get("channels", {}):
         if channel not in now:
             yield from _rows(channel, Q(destination=channel), using)
-            yield from _queued(channel, queue_name(channel, None), using)
+            queue = QueueMessage.objects.using(using).filter(
+                queue=queue_name(channel, None)
+            )
+            yield from _counted(channel, "in the embedded broker", queue)
     here = {one.name for one in all_stages()}
     for operation in committed.get("operations", {}):
         kind, _, stage = operation.partition(".")
@@ -442,11 +445,6 @@ def _rows(where: str, condition: Q, using: str) -> Iterator[Change]:
     yield from _counted(where, "parked", parked)
     dead = DeadLetter.objects.using(using).filter(condition, resolution=Resolution.OPEN)
     yield from _counted(where, "open dead letters", dead)
-
-
-def _queued(where: str, queue: str, using: str) -> Iterator[Change]:
-    rows = QueueMessage.objects.using(using).filter(queue=queue)
-    yield from _counted(where, "in the embedded broker", rows)
 
 
 def _counted(where: str, what: str, rows: Any) -> Iterator[Change]:

@@ -227,21 +227,21 @@ class Script:
         if rule.window:
             rule.group.append(held)
             if len(rule.group) >= rule.window:
-                group, rule.group = rule.group, []
-                rule.order.shuffle(group)
-                for one in group:
-                    self.held.remove(one)
-                    one.let_go()
+                rule.order.shuffle(rule.group)
+                self._let_go(rule.group)
 
     def release(self, count: int | None, order: Sequence[int]) -> int:
         """Release the held frames with the indices ``order``, in this order. If
         ``order`` is empty, release the first ``count`` held frames, or all held frames
         if ``count`` is None. Return the number of released frames."""
         taken = [self.held[index] for index in order] or self.held[:count]
+        self._let_go(taken)
+        return len(taken)
+
+    def _let_go(self, taken: Sequence[Held]) -> None:
         for held in taken:
             self.held.remove(held)
         for rule in self.rules:
             rule.group = [held for held in rule.group if held not in taken]
         for held in taken:
             held.let_go()
-        return len(taken)
