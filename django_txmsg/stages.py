@@ -5,10 +5,9 @@ When Django starts, it imports the `stages` module of every installed app.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
@@ -37,17 +36,6 @@ MAX_TIMEOUT = 7 * 86_400.0
 MAX_BATCH = 5000
 Order = Literal["block", "skip"]
 ORDERS: tuple[Order, ...] = ("block", "skip")
-#: What other packages call an option, and its name here.
-_SYNONYMS = {
-    "retries": "max_redeliveries",
-    "max_retries": "max_redeliveries",
-    "retry_backoff": "backoff",
-    "retry_delay": "initial_delay",
-    "time_limit": "timeout",
-    "database": "using",
-    "threads": "concurrency",
-    "workers": "concurrency",
-}
 #: What these options must be, and how an error says it.
 _KINDS: dict[str, tuple[Any, str]] = {
     "redelivery": (
@@ -225,7 +213,6 @@ def stage(
     rate: str | None = None,
     per: str | None = None,
     undoes: Destination[Any, Any] | None = None,
-    **unknown: Any,
 ) -> Callable[[Any], Any]:
     """Declare a function as the consumer of `destination`, a name or a Destination.
 
@@ -260,60 +247,45 @@ def stage(
       runs only if this service has processed the request. Otherwise the request is
       revoked, so that it is never processed.
 
-    Raises ConfigurationError if the name is taken, an option is unknown or the options
-    contradict each other.
+    Raises ConfigurationError if the name is taken, or if an option is invalid or
+    contradicts another.
     """
-    if unknown:
-        _refuse(unknown)
-    reply = getattr(destination, "reply", None)
-    destination = _named(destination)
-    _check_name(name)
-    _check_kinds(
+    named = _named(destination)
+    given = Stage(
+        name=name or named,
+        destination=named,
+        handler=lambda message: None,  # replaced in declare()
+        transaction=transaction,
         redelivery=redelivery,
         isolation=isolation,
         using=using,
+        concurrency=concurrency,
         broker=broker,
-        undoes=undoes,
+        batch=batch,
+        timeout=timeout,
+        ordered=ordered,
+        rate=None if rate is None else Rate.parse(rate),
+        per=per,
+        undoes=None if undoes is None else str(undoes),
+        answering=partial(
+            replying, annotation=getattr(destination, "reply", None), broker=broker
+        ),
     )
-    _check(transaction, isolation, concurrency, batch, timeout, ordered)
-    limit = None if rate is None else Rate.parse(rate)
-    _check_rate(limit, per, batch, ordered, redelivery)
-    if undoes is not None and transaction != "outbox":
-        raise ConfigurationError(
-            f"The stage of {destination!r} undoes {undoes} and has "
-            f"transaction={transaction!r}: whether there is anything to undo is "
-            f'decided in the transaction of its work. Use transaction="outbox".'
-        )
+    _check_kinds(given, undoes=undoes)
+    _check(given)
+    _check_rate(given)
 
     def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
         check(handler, coroutine=transaction == "none")
         work = bound(handler)
-        if undoes is not None:
+        if given.undoes is not None:
             work = undoing.if_done(
                 work,
-                str(undoes),
+                given.undoes,
                 lambda: consumers(str(undoes), broker),
                 lambda: declared.definition.using,
             )
-        declared = Stage(
-            name=name or destination,
-            destination=destination,
-            handler=work,
-            accepts=accepted(handler),
-            transaction=transaction,
-            redelivery=redelivery,
-            isolation=isolation,
-            using=using,
-            concurrency=concurrency,
-            broker=broker,
-            batch=batch,
-            timeout=timeout,
-            ordered=ordered,
-            rate=limit,
-            per=per,
-            undoes=None if undoes is None else str(undoes),
-            answering=partial(replying, annotation=reply, broker=broker),
-        )
+        declared = replace(given, handler=work, accepts=accepted(handler))
         register(declared)
         return handler
 
@@ -402,88 +374,66 @@ def _named(destination: Any) -> str:
     )
 
 
-def _check_name(name: object) -> None:
+def _check_kinds(given: Stage, undoes: object) -> None:
+    name: object = given.name
     fits = isinstance(name, str) and name.isprintable() and len(name) <= MAX_NAME_LENGTH
-    if name is not None and not fits:
+    if not fits:
         raise ConfigurationError(
             f"name={name!r} is not a text of at most {MAX_NAME_LENGTH} printable "
             f"characters, as the inbox stores it."
         )
-
-
-def _check_kinds(**given: object) -> None:
-    for name, value in given.items():
-        kind, words = _KINDS[name]
+    for option, (kind, words) in _KINDS.items():
+        value = undoes if option == "undoes" else getattr(given, option)
         if value is not None and not isinstance(value, kind):
-            raise ConfigurationError(f"{name}={value!r} is not {words}.")
+            raise ConfigurationError(f"{option}={value!r} is not {words}.")
 
 
-def _refuse(unknown: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError, because `@stage` has no such option. The error names
-    the most similar option."""
-    name, value = next(iter(unknown.items()))
-    meant = _SYNONYMS.get(name, name)
-    known = list(stage.__kwdefaults__ or ())
-    near = difflib.get_close_matches(meant, known, n=1)
-    if meant in {one.name for one in fields(RedeliveryPolicy)}:
-        hint = f"Write redelivery=RedeliveryPolicy({meant}={value!r})."
-    elif near:
-        hint = f"Did you mean {near[0]}=?"
-    else:
-        hint = f"It takes {', '.join(known)}."
-    raise ConfigurationError(f"@stage takes no {name}=. {hint}")
-
-
-def _check(
-    transaction: str,
-    isolation: str | None,
-    concurrency: int,
-    batch: int,
-    timeout: float | None,
-    ordered: str | None,
-) -> None:
-    check_mode(transaction)
-    TransactionDefinition(isolation=isolation)
-    for name, given in (("concurrency", concurrency), ("batch", batch)):
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+def _check(given: Stage) -> None:
+    check_mode(given.transaction)
+    TransactionDefinition(isolation=given.isolation)
+    for option in ("concurrency", "batch"):
+        number = getattr(given, option)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ConfigurationError(
-                f"{name}={given!r} is not a whole number of 1 or more."
+                f"{option}={number!r} is not a whole number of 1 or more."
             )
-    if batch > MAX_BATCH:
-        raise ConfigurationError(f"batch={batch} is more than {MAX_BATCH}.")
-    if batch > 1 and transaction != "outbox":
+    if given.batch > MAX_BATCH:
+        raise ConfigurationError(f"batch={given.batch} is more than {MAX_BATCH}.")
+    if given.batch > 1 and given.transaction != "outbox":
         raise ConfigurationError('batch needs transaction="outbox".')
+    if given.undoes is not None and given.transaction != "outbox":
+        raise ConfigurationError(
+            f"The stage of {given.destination!r} undoes {given.undoes} and has "
+            f"transaction={given.transaction!r}: whether there is anything to undo is "
+            f'decided in the transaction of its work. Use transaction="outbox".'
+        )
+    timeout = given.timeout
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if timeout is not None and not (is_number and 0 < timeout <= MAX_TIMEOUT):
         raise ConfigurationError(
             f"timeout={timeout!r} is not a number of seconds above 0, at most a week."
         )
-    if ordered is not None and ordered not in ORDERS:
+    if given.ordered is not None and given.ordered not in ORDERS:
         raise ConfigurationError(
-            f"ordered={ordered!r} must be one of {', '.join(ORDERS)}, or None."
+            f"ordered={given.ordered!r} must be one of {', '.join(ORDERS)}, or None."
         )
 
 
-def _check_rate(
-    rate: Rate | None,
-    per: str | None,
-    batch: int,
-    ordered: str | None,
-    redelivery: RedeliveryPolicy | None,
-) -> None:
-    if per is not None and (rate is None or not isinstance(per, str) or not per):
+def _check_rate(given: Stage) -> None:
+    per, redelivery = given.per, given.redelivery
+    if per is not None and (given.rate is None or not isinstance(per, str) or not per):
         raise ConfigurationError(
             f"per={per!r} is not the name of a header beside a rate=."
         )
-    if rate is None:
+    if given.rate is None:
         return
     reason = ""
-    if batch > 1:
+    if given.batch > 1:
         reason = (
             "batch: each message takes its slot in a commit of its own, and a batch "
             "exists to save commits."
         )
-    elif ordered is not None:
+    elif given.ordered is not None:
         reason = "ordered: a message would use its slot up while its predecessor runs."
     elif redelivery is not None and redelivery.mode == "blocking":
         reason = (

@@ -321,20 +321,3 @@ def test_an_option_of_another_type_is_refused(
     message, would fail with a traceback."""
     with pytest.raises(ConfigurationError, match=f"^{option}=.*{said}"):
         stage("tests.refused", **{option: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "hint"),
-    [
-        ("retries", 3, r"redelivery=RedeliveryPolicy\(max_redeliveries=3\)"),
-        ("jitter", 0.5, r"redelivery=RedeliveryPolicy\(jitter=0.5\)"),
-        ("time_limit", 30, r"Did you mean timeout=\?"),
-        ("concurency", 2, r"Did you mean concurrency=\?"),
-        ("xyz", 1, "It takes name, transaction, redelivery, "),
-    ],
-)
-def test_an_unknown_option_names_the_right_one(
-    name: str, value: Any, hint: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=f"takes no {name}=.*{hint}"):
-        stage("orders.place", **{name: value})
