@@ -303,25 +303,6 @@ class Mode(ABC):
             worker=arrival.worker,
         )
 
-    def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
-        """Return None if the message may be processed now: its turn has come, or the
-        stage is not ordered. Otherwise park the message, subtract `attempts` from the
-        message's number of attempts, and return the outcome."""
-        return None
-
-    def lost(self, arrival: Arrival) -> Outcome:
-        """Return the outcome of a message whose row could not be taken. By default this
-        is `Duplicate`, because another worker has settled the message."""
-        return Duplicate()
-
-    def put_aside(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
-        """Record that a message has failed. Call this in the transaction that parks or
-        buries the message, or before the message is redelivered in another way."""
-
-    def kept_headers(self, arrival: Arrival) -> dict[str, str]:
-        """Return the headers to store with a failed message."""
-        return arrival.kept_headers
-
     def roll_back(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
         """Roll back the broker's transaction, if there is one."""
 

@@ -230,7 +230,7 @@ class _Batch:
             arrival.count(record.attempted(again))
             self._note(arrival, failure.failed(arrival, reason, duration))
         for arrival, _ in self._early:
-            self._note(arrival, arrival.mode.out_of_turn(arrival, attempts=0))
+            self._note(arrival, ordering.out_of_turn(arrival, attempts=0))
 
     def _note(self, arrival: Arrival, outcome: Outcome | None) -> None:
         if outcome is None:

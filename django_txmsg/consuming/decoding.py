@@ -58,7 +58,7 @@ def read(delivery: Delivery, stage: Stage) -> Message:
         body = serializers.decode(given, content_type)
     else:
         body = reader.read(given, content_type, delivery.headers.get(wire.TYPE))
-    return _message(delivery, stage, body)
+    return envelope(delivery, stage, body)
 
 
 def recognised(delivery: Delivery) -> Delivery:
@@ -70,12 +70,6 @@ def recognised(delivery: Delivery) -> Delivery:
     if not found:
         return delivery
     return dataclasses.replace(delivery, headers={**found, **delivery.headers})
-
-
-def envelope(delivery: Delivery, stage: Stage) -> Message:
-    """Return a delivery's message without its body, because this process cannot read
-    the body."""
-    return _message(delivery, stage, None)
 
 
 def checked(delivery: Delivery, stage: Stage) -> None:
@@ -98,7 +92,9 @@ def checked(delivery: Delivery, stage: Stage) -> None:
         raise DecodeError("missing_id", "it has neither txmsg-id nor message-id")
 
 
-def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
+def envelope(delivery: Delivery, stage: Stage, body: object = None) -> Message:
+    """Return a delivery's message with this body. Pass no body if this process cannot
+    read it."""
     headers = delivery.headers
     written = wire.senders(headers)
     written.pop(wire.CORRELATION_ID, None)  # a field of its own

@@ -52,7 +52,7 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
     Returns the outcome, or None if the stage must run again immediately (blocking
     redelivery).
     """
-    message, stage, mode = arrival.message, arrival.stage, arrival.mode
+    message, stage = arrival.message, arrival.stage
     close_broken(arrival.using)
     inbox = arrival.inbox
     if arrival.record is None:
@@ -76,7 +76,7 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
     )
     if stage.policy.mode == "blocking":
         note()
-        mode.put_aside(arrival)
+        ordering.put_aside(arrival)
         announce()
         liveness.pauses(decision.delay)
         if arrival.stop.wait(decision.delay) or arrival.paused.is_set():
@@ -95,7 +95,7 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
     )
     if noted:
         note()  # first: a kill after the hand-back must not lose the attempt's error
-        mode.put_aside(arrival)
+        ordering.put_aside(arrival)
         if _hand_back(arrival, record, decision.delay):
             announce()
             return decision
@@ -104,14 +104,14 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
         parked = inbox.park(
             record.id,
             delay=decision.delay,
-            headers=mode.kept_headers(arrival),
+            headers=ordering.kept_headers(arrival),
             body=arrival.delivery.body,
             error=failure.exception,
             token=arrival.token,
         )
         if not parked:
             return Duplicate()
-        mode.put_aside(arrival)
+        ordering.put_aside(arrival)
         if not noted:
             note()
         return decision
@@ -153,8 +153,7 @@ def bury(
     the message was already processed (perhaps by this worker, in a commit whose answer
     was lost), or the lease has ended and another worker has claimed the message.
     """
-    delivery, stage, mode = arrival.delivery, arrival.stage, arrival.mode
-    record = arrival.record
+    delivery, stage, record = arrival.delivery, arrival.stage, arrival.record
     close_broken(arrival.using)
 
     def bury_it() -> Dead | Duplicate:
@@ -164,21 +163,21 @@ def bury(
             return Duplicate()
         if note is not None:
             note()
-        attempts = min(record.attempt, mode.max_begun) if record else 0
+        attempts = min(record.attempt, arrival.mode.max_begun) if record else 0
         burial.bury(
             using=arrival.using,
             message_id=record.message_id if record else arrival.message_id,
             stage=stage.name,
             broker=stage.broker,
             destination=delivery.destination,
-            headers=mode.kept_headers(arrival),
+            headers=ordering.kept_headers(arrival),
             body=delivery.body,
             reason=reason,
             failure=failure,
             attempts=attempts,
         )
         if record is not None:
-            mode.put_aside(arrival)
+            ordering.put_aside(arrival)
             ordering.wake([arrival])
         return Dead(reason)
 
@@ -204,7 +203,7 @@ def let_expire(arrival: Arrival) -> Duplicate:
     def revoke() -> Duplicate:
         why = "expired: its flow no longer waits for the answer"
         if arrival.inbox.mark_dead(record.id, why, arrival.token, revoked=True):
-            arrival.mode.put_aside(arrival)
+            ordering.put_aside(arrival)
             ordering.wake([arrival])
         return Duplicate(is_copy=False)
 

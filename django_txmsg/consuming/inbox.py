@@ -115,7 +115,8 @@ def _recorded(arrival: Arrival) -> Outcome | None:
     None."""
     if not arrival.has_identity:
         return _adopt(arrival)
-    _record(arrival)
+    if not _is_recorded(arrival):
+        arrival.mode.record(arrival)
     if arrival.record is None or arrival.begun:
         return None
     return _foregone(arrival, arrival.record)
@@ -137,7 +138,9 @@ def _worked(arrival: Arrival) -> Outcome:
             given = arrival.message.attempted(attempt)
             return copy_context().run(run, arrival, given)
         except LostRace:
-            return mode.lost(arrival)
+            if mode.transacted:
+                return Duplicate(is_copy=False)  # the broker gave it to another worker
+            return ordering.lost(arrival)
         except Undecided as refused:
             # Raise the database's error itself: its cause tells what kind it is.
             raise refused.error from cause_of(refused.error)
@@ -302,7 +305,7 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     rows = arrival.inbox.record(arrival.stage.name, [message], together=True)
     if arrival.count(rows[message.id], attempt=False).settled:
         return Duplicate()
-    waiting = arrival.mode.out_of_turn(arrival, attempts=0)
+    waiting = ordering.out_of_turn(arrival, attempts=0)
     return waiting or unreadable(arrival, error)
 
 
@@ -373,12 +376,6 @@ def _renew(arrival: Arrival) -> None:
         arrival.inbox.extend(parked.record.id, token, parked.lease)
 
 
-def _record(arrival: Arrival) -> None:
-    """Count the arrival durably, unless it is counted already."""
-    if not _is_recorded(arrival):
-        arrival.mode.record(arrival)
-
-
 def _is_recorded(arrival: Arrival) -> bool:
     """Return whether an arrival is recorded already. If so, also set `arrival.record`.
     A parked message was recorded before it was parked. An arrival that is tried again
@@ -425,7 +422,7 @@ def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
     if reason == "settled":
         _ship_what_is_left(arrival)
         return Duplicate()
-    waiting = None if arrival.turn is None else mode.out_of_turn(arrival)
+    waiting = ordering.out_of_turn(arrival)
     if waiting is not None or not reason:
         return waiting
     if reason == "expired" and wire.is_request(arrival.delivery.headers):

@@ -1,7 +1,6 @@
 """The transaction modes of `@stage(transaction=)`: each class implements the same
 steps.
 
-`Ordered` is the mode `outbox`, in which a stage also keeps the order of each key.
 `inbox.py` calls the steps without knowing the mode. The reasons for each mode are in
 docs/explanation/transaction-modes.md.
 """
@@ -33,14 +32,13 @@ from ..errors import (
 )
 from ..models.inbox_arrival import InboxRecord
 from ..models.outbox_store import NewMessage
-from ..models.turn import Turn
 from ..runtime import database_health
 from ..runtime.connections import close_broken, recycle
 from ..sending.scope import Scope
 from ..sending.storing import store
 from ..stages import Stage
 from . import ordering, protocol
-from .arrival import Arrival, Duplicate, Mode, Outcome, Waiting
+from .arrival import Arrival, Mode
 from .protocol import LostRace
 
 #: Not named after this module: log configurations refer to the existing names.
@@ -265,11 +263,6 @@ class BrokerOnly(Mode):
             return isinstance(unknown, DispatchUnknown) and not unknown.hung_up
         return isinstance(error, DestinationUnavailable)
 
-    def lost(self, arrival: Arrival) -> Outcome:
-        """Return the outcome of a delivery that the broker has given to another
-        worker."""
-        return Duplicate(is_copy=False)
-
     def _commit(self, arrival: Arrival, employed: bool) -> None:
         """Commit the broker's transaction. If the stage uses the database, the database
         has committed already."""
@@ -354,59 +347,6 @@ class BestEffort(BrokerOnly):
         )
 
 
-class Ordered(Outbox):
-    """Adds order to mode outbox: the messages of one key are processed one after the
-    other."""
-
-    def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
-        """If the message's turn has not come, park the message, subtract `attempts`
-        from its number of attempts, and return the outcome. Otherwise return None."""
-        turn = arrival.turn
-        if turn is None or self.order.has_come(turn):
-            return None
-        return self._park(arrival, turn, attempts)
-
-    def lost(self, arrival: Arrival) -> Outcome:
-        """Return the outcome of a message whose row could not be taken. Either another
-        worker has settled the message, or the message is now parked, because its turn
-        has not come or another transaction has locked its key."""
-        turn = arrival.turn
-        if turn is None or arrival.record is None:
-            return Duplicate()
-        return self.out_of_turn(arrival) or self._park(arrival, turn, 1, aside=True)
-
-    def put_aside(self, arrival: Arrival) -> None:
-        """Record the key of a failed message, so that the admin can show which messages
-        the failed message blocks."""
-        if arrival.turn is not None:
-            self.order.aside(arrival.recorded.id, arrival.turn)
-
-    def kept_headers(self, arrival: Arrival) -> dict[str, str]:
-        """Return the headers without the link to the message's predecessor. The link is
-        no longer needed, because the message's turn has come, and the predecessor's row
-        may be pruned before the next attempt."""
-        kept = arrival.kept_headers
-        return {name: value for name, value in kept.items() if name != wire.AFTER}
-
-    def _park(
-        self, arrival: Arrival, turn: Turn, attempts: int, *, aside: bool = False
-    ) -> Outcome:
-        at_once = self.order.wait(
-            arrival.recorded.id,
-            turn,
-            headers=arrival.kept_headers,
-            body=arrival.delivery.body,
-            token=arrival.token,
-            uncounted=attempts,
-            aside=aside,
-        )
-        if at_once is None:
-            return Duplicate()
-        if at_once:
-            arrival.woken.set()
-        return Waiting()
-
-
 _MODES: dict[str, type[Mode]] = {
     "outbox": Outbox,
     "best_effort_1pc": BestEffort,
@@ -417,5 +357,4 @@ _MODES: dict[str, type[Mode]] = {
 
 def of(stage: Stage) -> Mode:
     """Return the mode in which a stage's messages are processed."""
-    mode = _MODES[stage.transaction]
-    return Ordered(stage) if stage.ordered and not mode.transacted else mode(stage)
+    return _MODES[stage.transaction](stage)

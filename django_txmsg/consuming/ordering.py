@@ -18,8 +18,9 @@ from .. import conf, wire
 from ..models import InboxMessage, StageState
 from ..models.fields import clock
 from ..models.inbox_order import ASKED, ON_ITS_WAY
+from ..models.turn import Turn
 from ..stages import Stage
-from .arrival import Arrival
+from .arrival import Arrival, Duplicate, Outcome, Waiting
 
 _FIRST = dt.datetime.min.replace(tzinfo=dt.timezone.utc)
 
@@ -75,6 +76,64 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
         if turn.after_id is not None and turn.after_id != own:
             _in_hand.wait_for(turn.stage, turn.after_id)
         yield
+
+
+def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
+    """Return None if the message may be processed now: its turn has come, or the stage
+    is not ordered. Otherwise park the message, subtract `attempts` from the message's
+    number of attempts, and return the outcome."""
+    turn = arrival.turn
+    if turn is None or arrival.order.has_come(turn):
+        return None
+    return _park(arrival, turn, attempts)
+
+
+def lost(arrival: Arrival) -> Outcome:
+    """Return the outcome of a message whose row could not be taken. Either another
+    worker has settled the message, or the message is now parked, because its turn has
+    not come or another transaction has locked its key."""
+    turn = arrival.turn
+    if turn is None or arrival.record is None:
+        return Duplicate()
+    return out_of_turn(arrival) or _park(arrival, turn, 1, aside=True)
+
+
+def put_aside(arrival: Arrival) -> None:
+    """Record the key of a failed message, so that the admin can show which messages the
+    failed message blocks. Call this in the transaction that parks or buries the
+    message, or before the message is redelivered in another way."""
+    if arrival.turn is not None:
+        arrival.order.aside(arrival.recorded.id, arrival.turn)
+
+
+def kept_headers(arrival: Arrival) -> dict[str, str]:
+    """Return the headers to store with a failed message. At an ordered stage they omit
+    the link to the message's predecessor. The link is no longer needed, because the
+    message's turn has come, and the predecessor's row may be pruned before the next
+    attempt."""
+    kept = arrival.kept_headers
+    if arrival.turn is None:
+        return kept
+    return {name: value for name, value in kept.items() if name != wire.AFTER}
+
+
+def _park(
+    arrival: Arrival, turn: Turn, attempts: int, *, aside: bool = False
+) -> Outcome:
+    at_once = arrival.order.wait(
+        arrival.recorded.id,
+        turn,
+        headers=arrival.kept_headers,
+        body=arrival.delivery.body,
+        token=arrival.token,
+        uncounted=attempts,
+        aside=aside,
+    )
+    if at_once is None:
+        return Duplicate()
+    if at_once:
+        arrival.woken.set()
+    return Waiting()
 
 
 def wake(arrivals: Sequence[Arrival]) -> None:
