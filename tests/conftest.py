@@ -113,13 +113,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """End the threads that the test's commits have started, so that they do not disturb
     the next test."""
-    from django_txmsg.relaying import pauses
     from django_txmsg.relaying.dispatcher import stop_dispatchers
+    from django_txmsg.relaying.limits import pauses
     from django_txmsg.runtime import breaker
 
     stop_dispatchers(5.0)
     # What this process could not use is the test's own affair, too.
-    pauses.of.clear()
+    pauses.clear()
     for one in breaker._breakers().all():
         one.worked()
         # An outage in the next test is a new one, however soon.

@@ -33,7 +33,7 @@ from ..models.fields import Later
 from ..models.stage import HOLDS
 from ..runtime import database_health
 from ..runtime.per_process import PerProcess
-from ..runtime.watch import Watch
+from ..runtime.thread_group import Watch
 from ..stages import Stage, all_stages
 
 # Around hop 8: an operator asks to stop a message while its handler runs.

@@ -31,9 +31,7 @@ from ..models.outbox import Chain, OutboxManager
 from ..models.outbox_claim import Claimed
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
-from . import pauses
-from .limits import Budget, Part, Turn
-from .pauses import Trial
+from .limits import Budget, Part, Trial, Turn, pauses
 from .settlement import Receipts, Settlement, judge, split
 
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
@@ -203,7 +201,7 @@ class Lane:
         self._sweep = Sweep()
         #: The monotonic time from which the lane may look for the heads of keys.
         self._heads_at = 0.0
-        self._pauses = pauses.of(using, broker)
+        self._pauses = pauses(using, broker)
         #: The destinations that were paused at the last claim, ...
         self._held: AbstractSet[str] = frozenset()
         #: ... and those that have refused a message since.

@@ -23,9 +23,8 @@ from ..runtime import database_health, liveness, notifications
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
 from ..runtime.thread_group import ThreadGroup
-from . import pauses
 from .lane import Lane
-from .limits import Budget, Turn
+from .limits import Budget, Turn, pauses
 from .listener import listening
 
 log = logging.getLogger("django_txmsg.relay")
@@ -134,7 +133,7 @@ class Relay:
         for using, broker in sorted(
             {(one.using, one.broker_alias) for one in self.lanes}
         ):
-            for name, error in pauses.of(using, broker).errors.items():
+            for name, error in pauses(using, broker).errors.items():
                 self.unavailable[name] = str(error)
         if self.unavailable:
             name, words = next(iter(self.unavailable.items()))

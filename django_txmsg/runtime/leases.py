@@ -17,7 +17,7 @@ from django.db import connections
 
 from . import database_health
 from .per_process import PerProcess
-from .watch import Watch
+from .thread_group import Watch
 
 log = logging.getLogger("django_txmsg.leases")
 

@@ -33,7 +33,7 @@ from django_txmsg.models import (
     claiming,
 )
 from django_txmsg.monitoring.presence import Presence
-from django_txmsg.relaying import pauses
+from django_txmsg.relaying import limits
 from django_txmsg.relaying.dispatcher import dispatch_inline
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
@@ -60,7 +60,7 @@ FULL, OK = "tests.full", "tests.ok"
 
 @pytest.fixture(autouse=True)
 def _short_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pauses, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(limits, "FIRST_PAUSE", 0.05)
     ROOM.clear()
     TRIED.clear()
     with txmsg(BROKERS={"default": BROKER}, RELAY=relaying()):
@@ -70,7 +70,7 @@ def _short_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make pauses so long that no trial batch is sent during the test."""
-    monkeypatch.setattr(pauses, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(limits, "FIRST_PAUSE", 60.0)
     with txmsg(
         BROKERS={"default": BROKER},
         RELAY=relaying(BREAKER_MAX_PAUSE=60.0, BATCH_SIZE=10),
@@ -182,7 +182,7 @@ def test_a_larger_body_than_a_lane_s_share_leaves_its_pause_too(
     """The trial message is larger than a lane's share of the byte limit. It is sent
     even while smaller messages keep coming."""
     monkeypatch.setattr(claiming, "MAX_BYTES", 1000)
-    monkeypatch.setattr(pauses, "IDLE", 0.05)
+    monkeypatch.setattr(limits, "IDLE", 0.05)
     ROOM[FULL] = 0
     with transaction.atomic():
         send_message(FULL, b"x" * 5000)
@@ -203,7 +203,7 @@ def test_only_one_lane_tries_a_paused_destination() -> None:
     store(*[(FULL, None)] * 50)
     first, second = Lane("default", "default"), Lane("default", "default")
     first.dispatch()
-    known = pauses.of("default", "default")
+    known = limits.pauses("default", "default")
     wait_until(lambda: known.next_trial() == 0)
     trial = known.begin_trial()
     assert trial is not None
@@ -311,7 +311,7 @@ def test_a_message_that_is_cancelled_ends_the_pause(
 ) -> None:
     """The only message to a paused destination is cancelled, so no trial batch can
     prove that the destination works again. The pause ends."""
-    monkeypatch.setattr(pauses, "SETTLED", 0.0)
+    monkeypatch.setattr(limits, "SETTLED", 0.0)
     ROOM[FULL] = 0
     store((FULL, None))
     with at_work(Relay(["default"], ["default"], lanes=2)):

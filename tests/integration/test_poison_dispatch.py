@@ -29,8 +29,8 @@ from django_txmsg.errors import (
 )
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.relaying import pauses
 from django_txmsg.relaying.lane import Lane
+from django_txmsg.relaying.limits import pauses
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_messages
 from django_txmsg.testing import CLASSIC, RABBITMQ, ScriptedBroker
@@ -171,12 +171,12 @@ def test_rabbitmq_that_hangs_up_without_a_word_means_the_queue(way: str) -> None
             WAYS[way]()
         assert states() == {"dispatched": 30, "pending": 2}
         for _ in range(ATTEMPTS):
-            pauses.of.clear()
+            pauses.clear()
             with contextlib.suppress(DestinationUnavailable):
                 WAYS[way]()
         assert not OutboxMessage.objects.exclude(attempts=0).exists()
         broker.forget_rules()
-        pauses.of.clear()
+        pauses.clear()
         WAYS[way]()
     assert states() == {"dispatched": 32}
 

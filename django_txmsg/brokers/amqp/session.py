@@ -29,7 +29,7 @@ from ...errors import (
     DispatchUnknown,
 )
 from ...runtime.per_process import PerProcess
-from ...runtime.watch import Watch
+from ...runtime.thread_group import Watch
 from ..base import Delivery, Outgoing, Session, acknowledges_now, insist
 from . import frames
 from .link import CONSUMING, PUBLISHING, ChannelClosed, Link
