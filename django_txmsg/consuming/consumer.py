@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -44,33 +44,30 @@ from .stage_thread import StageThread
 
 
 def wake_for_parked(
-    threads: Iterable[StageThread], between: Callable[[], object] = lambda: None
+    threads: Sequence[StageThread], between: Callable[[], object] = lambda: None
 ) -> None:
-    """Wake the threads of each stage that has due parked messages.
-
-    Runs one query for each database. A database that is unavailable is queried again
-    later. `between` is called between long statements.
-    """
-    by_alias: dict[str, dict[str, list[StageThread]]] = {}
+    """Wake the threads of each stage that has due parked messages. The threads use one
+    database. If it is unavailable, it is queried again later. `between` is called
+    between long statements."""
+    named: dict[str, list[StageThread]] = {}
     for thread in threads:
-        named = by_alias.setdefault(thread.using, {})
         named.setdefault(thread.stage.name, []).append(thread)
-    for using, named in by_alias.items():
-        reads = {name: threads[0].stage.reads for name, threads in named.items()}
-        inbox = InboxMessage.objects.db_manager(using)
-        looking = database_health.retry(
-            using, "cannot see which parked messages are due"
-        )
-        due = looking.run(partial(inbox.due_stages, reads))
-        if due is None:
-            continue
-        for name, threads in named.items():
-            if threads[0].stage.ordered:
-                # First: messages that must wait longer are then not due any more.
-                _ask(threads, using, between, due=name in due)
-            if name in due:
-                for thread in threads:
-                    thread.parked_due.set()
+    if not named:
+        return
+    using = threads[0].using
+    reads = {name: members[0].stage.reads for name, members in named.items()}
+    inbox = InboxMessage.objects.db_manager(using)
+    looking = database_health.retry(using, "cannot see which parked messages are due")
+    due = looking.run(partial(inbox.due_stages, reads))
+    if due is None:
+        return
+    for name, members in named.items():
+        if members[0].stage.ordered:
+            # First: messages that must wait longer are then not due any more.
+            _ask(members, using, between, due=name in due)
+        if name in due:
+            for thread in members:
+                thread.parked_due.set()
 
 
 def _ask(
@@ -288,7 +285,7 @@ class Consumer:
             if wakeup.due() or not calm or now >= min(obey_at, self._rate_until):
                 if home:
                     self._obey()
-                self._stop_messages(using)
+                self._stop_messages(using, threads)
                 obey_at = time.monotonic() + RARELY
             if not calm or time.monotonic() >= look_at:
                 wake_for_parked(threads, partial(self._turned, using))
@@ -373,9 +370,8 @@ class Consumer:
             for name, declared in self._declared.items()
         }
 
-    def _stop_messages(self, using: str) -> None:
+    def _stop_messages(self, using: str, threads: Sequence[StageThread]) -> None:
         """Stop the messages in progress that an operator wants to stop."""
-        threads = [one for one in self.threads if one.using == using]
         if all(one.stage.timeout is None for one in threads):
             return
         rows = StopRequest.objects.db_manager(using)

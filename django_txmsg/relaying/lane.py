@@ -37,11 +37,6 @@ from .settlement import Receipts, Settlement, judge, split
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 
-class _Lost(Exception):
-    """The lane's lease has ended, so another relay may have linked the same
-    messages."""
-
-
 def link(
     claimed: Sequence[Claimed], token: uuid.UUID, *, using: str, broker: str
 ) -> list[Claimed]:
@@ -60,16 +55,17 @@ def link(
             chains.setdefault((row.destination, row.key), []).append(row)
     if not chains:
         return list(claimed)
-    try:
-        links = _link(chains, token, using, broker)
-    except _Lost:
+    links = _link(chains, token, using, broker)
+    if links is None:
         return [row for row in claimed if not row.unlinked or row.expired]
     return [_linked(row, links[row.id]) if row.id in links else row for row in claimed]
 
 
 def _link(
     chains: dict[Chain, list[Claimed]], token: uuid.UUID, using: str, broker: str
-) -> dict[int, str | None]:
+) -> dict[int, str | None] | None:
+    """Store the links, and return them by the ids of the rows. Returns None if the
+    lease has ended: another relay may have linked the same messages."""
     links: dict[int, str | None] = {}
     ends = {chain: uuid.UUID(rows[-1].message_id) for chain, rows in chains.items()}
     longest = max(map(len, chains.values()))
@@ -84,7 +80,8 @@ def _link(
                 before, at = row.message_id, place
         outbox = OutboxMessage.objects.db_manager(using)
         if outbox.link(links, token, wire.AFTER) < len(links):
-            raise _Lost
+            transaction.set_rollback(True, using=using)
+            return None
     return links
 
 

@@ -264,8 +264,6 @@ class Scope:
 
 
 _scope: ContextVar[Scope | None] = ContextVar("django_txmsg_scope", default=None)
-#: The threads that are running a stage's handler.
-_inside: set[int] = set()
 
 
 def current_scope() -> Scope | None:
@@ -288,18 +286,11 @@ def in_scope(entered: Scope) -> Iterator[Scope]:
     """Make `entered` the scope of messages that are sent inside the block. Use this
     around a stage's handler."""
     token = _scope.set(entered)
-    _inside.add(threading.get_ident())
     try:
         yield entered
     finally:
-        _inside.discard(threading.get_ident())
         _scope.reset(token)
         entered.ended = True
-
-
-def handlers_running() -> int:
-    """Return the number of threads of this process that are running a handler."""
-    return len(_inside)
 
 
 def _forked() -> None:
@@ -307,7 +298,6 @@ def _forked() -> None:
     parent's numbering of messages, and so give its own messages the ids of the parent's
     messages."""
     _scope.set(None)
-    _inside.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -15,13 +15,9 @@ import pytest
 
 from django_txmsg.envelope.message import Message, new_id
 from django_txmsg.jms.delivery import new_id as new_jms_id
+from django_txmsg.runtime.liveness import now_running, running
 from django_txmsg.runtime.per_process import PerProcess
-from django_txmsg.sending.scope import (
-    Scope,
-    current_scope,
-    handlers_running,
-    in_scope,
-)
+from django_txmsg.sending.scope import Scope, current_scope, in_scope
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork"),
@@ -71,10 +67,11 @@ def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
     """A process forked in a handler does not belong to the handler's stage. Otherwise
     all forked processes would derive the same ids for different messages."""
     cause = Message(id=new_id(), destination="tests.q", body=None)
-    with in_scope(Scope(session_id=cause.id, cause=cause, stage="tests")):
+    scope = Scope(session_id=cause.id, cause=cause, stage="tests")
+    with in_scope(scope), running("tests", cause.id, 1):
         child = os.fork()
         if child == 0:  # pragma: no cover - the other process
-            os._exit(int(current_scope() is not None or handlers_running() > 0))
+            os._exit(int(current_scope() is not None or bool(now_running())))
         _, status = os.waitpid(child, 0)
         assert current_scope() is not None
     assert os.waitstatus_to_exitcode(status) == 0

@@ -44,7 +44,6 @@ from ...relaying.relay import Relay
 from ...runtime import liveness
 from ...runtime.connections import LARGE
 from ...runtime.thread_group import start_daemon
-from ...sending.scope import handlers_running
 from ..terminal import say
 from . import _supervisor
 from ._supervisor import Reloader, Supervisor, cores, log
@@ -114,7 +113,7 @@ def _obey(
                     "Stopping after the messages in progress. Press Ctrl-C again to "
                     "quit now.",
                 )
-            if handlers_running():
+            if liveness.now_running():
                 since = time.monotonic()
             elif time.monotonic() - since > PATIENCE:
                 waiting = sorted(one.name for one in threading.enumerate())
