@@ -19,7 +19,7 @@ from django_txmsg.consuming import deadline
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import ConfigurationError, StageTimedOut
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
-from django_txmsg.runtime import watch
+from django_txmsg.runtime import thread_group
 from django_txmsg.testing import drain
 from tests.app.models import Effect
 from tests.faults import wait_until
@@ -362,7 +362,7 @@ def test_a_time_out_holds_where_no_thread_can_start(
 def test_watch_thread_ends_without_deadlines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch, "IDLE", 0.05)
+    monkeypatch.setattr(thread_group, "IDLE", 0.05)
     deadline._watch.clear()
     watching = deadline._watch()
     limit = deadline.Deadline("tests", 600.0, uuid.uuid4())
