@@ -23,7 +23,7 @@ from django_txmsg import conf, signals, stages, wire
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Delivery, Outgoing
 from django_txmsg.consuming.consumer import wake_for_parked
-from django_txmsg.consuming.limits import Throttle
+from django_txmsg.consuming.limits import Allowance, Throttle
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.envelope.message import Message
 from django_txmsg.relaying.lane import Lane
@@ -98,10 +98,12 @@ def thread_of(
 ) -> StageThread:
     """Return a new thread of the stage, without starting it."""
     consume = conf.get().CONSUME
+    stop = stop or threading.Event()
     return StageThread(
         stage,
         worker="test:1:abc",
-        stop=stop or threading.Event(),
+        stop=stop,
+        allowance=Allowance(0, 0, stop.set),
         breaker=more.pop("breaker", None) or Breaker(stage.broker, 1.0),
         throttle=more.pop("throttle", None)
         or Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE),

@@ -86,7 +86,7 @@ def _ask(
         if due:
             received = all(one.has_received(ordering.grace()) for one in threads)
             ordering.ask(stage, received, between)
-        for room in {thread.room for thread in threads if thread.room is not None}:
+        for room in {thread.room for thread in threads}:
             room.look()
 
     database_health.retry(
@@ -285,7 +285,7 @@ class Consumer:
             if wakeup.due() or not calm or now >= min(obey_at, self._rate_until):
                 if home:
                     self._obey()
-                self._stop_messages(using, threads)
+                self._stop_messages(using)
                 obey_at = time.monotonic() + RARELY
             if not calm or time.monotonic() >= look_at:
                 wake_for_parked(threads, partial(self._turned, using))
@@ -370,8 +370,9 @@ class Consumer:
             for name, declared in self._declared.items()
         }
 
-    def _stop_messages(self, using: str, threads: Sequence[StageThread]) -> None:
+    def _stop_messages(self, using: str) -> None:
         """Stop the messages in progress that an operator wants to stop."""
+        threads = [one for one in self.threads if one.using == using]
         if all(one.stage.timeout is None for one in threads):
             return
         rows = StopRequest.objects.db_manager(using)
@@ -408,7 +409,7 @@ class Consumer:
     def _threads_of(self, stage: Stage, wanted: int) -> Iterator[StageThread]:
         consume = self._settings.CONSUME
         throttle = Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE)
-        room = Room(stage) if stage.ordered else None
+        room = Room(stage)
         for number in range(_threads(stage, wanted)):
             yield StageThread(
                 stage,

@@ -94,7 +94,7 @@ def _waiting(arrival: Arrival) -> Outcome | None:
     before = parked.slot if parked is not None and parked.key == key else None
     before = None if before == NO_SLOT else before
     until = wire.expires(arrival.delivery.headers)
-    place = partial(_held.place, lines, stage.name, key, stage.rate, before, until)
+    place = partial(_held().place, lines, stage.name, key, stage.rate, before, until)
     placed = despite_conflicts(place, arrival.stop)
     why = f"over the rate of {stage.rate}"
     if placed is None:
@@ -119,9 +119,8 @@ def _waiting(arrival: Arrival) -> Outcome | None:
     return None
 
 
-class _Held(threading.local):
-    """The slots of one line that a thread has taken and not used yet. Each thread has
-    its own values of the attributes.
+class Held:
+    """The slots of one line that a thread has taken and not used yet.
 
     A busy thread takes several slots with one statement, but at most a quarter of the
     slots that are already due. If many slots are due, the stage is far below its rate.
@@ -168,7 +167,15 @@ class _Held(threading.local):
         return found
 
 
-_held = _Held()
+_of_thread = threading.local()
+
+
+def _held() -> Held:
+    """Return the slots that this thread has taken."""
+    if not hasattr(_of_thread, "held"):
+        _of_thread.held = Held()
+    held: Held = _of_thread.held
+    return held
 
 
 def _key(arrival: Arrival) -> str:

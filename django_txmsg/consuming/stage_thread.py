@@ -171,7 +171,7 @@ class StageThread:
         breaker: Breaker,
         throttle: Throttle,
         activity: Activity,
-        allowance: Allowance | None = None,
+        allowance: Allowance,
         room: Room | None = None,
         number: int = 0,
     ) -> None:
@@ -192,8 +192,8 @@ class StageThread:
         self._subscription = Subscription(self.stage, breaker)
         self._throttle, self._activity = throttle, activity
         self._allowance = allowance
-        #: For an ordered stage: whether it may receive messages that would wait.
-        self.room = room or (Room(self.stage) if self.stage.ordered else None)
+        #: Whether it may receive messages that would wait: always, if not ordered.
+        self.room = room or Room(self.stage)
         self._settings = conf.get()
         summary = (
             f"stage {self.stage.name!r}, database {self.using!r}: nothing could be "
@@ -274,9 +274,9 @@ class StageThread:
     def receives_nothing(self) -> bool:
         """Whether no delivery is expected now: the last query of the broker got none,
         the stage is paused, or too many of its messages wait."""
-        full = self.room is not None and self.room.full
         subscribed = self._subscription.session is not None
-        return self.dry or self.paused.is_set() or (full and subscribed)
+        full = self.room.full and subscribed
+        return self.dry or self.paused.is_set() or full
 
     def has_received(self, seconds: float) -> bool:
         """Return whether the stage can be assumed to have received everything that was
@@ -317,12 +317,12 @@ class StageThread:
             self._work(session, self._subscription.held)
             return
         # A full stage seldom admits a delivery, so only a turn that receives one asks.
-        admitted = not self._parking.comes_first() and self._admits()
+        admitted = not self._parking.comes_first() and self.room.admits()
         first = session.receive(0) if admitted else None
         if first is None and self._work_parked(session):
             self._parking.had_its_share()
             return
-        if not (admitted or self._admits()):
+        if not (admitted or self.room.admits()):
             # Prefetched deliveries are kept: a redelivery would count against the
             # delivery limit of some brokers.
             self._stopping.wait(min(0.5, self._settings.CONSUME.POLL_INTERVAL))
@@ -337,7 +337,7 @@ class StageThread:
             return
         self.dry = False
         deliveries = [first]
-        single = self._throttle.on or (self.room is not None and self.room.full)
+        single = self._throttle.on or self.room.full
         while len(deliveries) < self.stage.batch and not single:
             more = session.receive(0)
             if more is None:
@@ -353,9 +353,6 @@ class StageThread:
             self._work(session, deliveries)
             if self._throttle.on:
                 self._stopping.wait(self._settings.CONSUME.THROTTLE_PAUSE)
-
-    def _admits(self) -> bool:
-        return self.room is None or self.room.admits()
 
     def _work(self, session: Session, deliveries: Sequence[Delivery]) -> None:
         arrivals_ = [self._arrival(session, delivery) for delivery in deliveries]
@@ -375,8 +372,7 @@ class StageThread:
             session.ack(settled)
         for delivery, outcome in zip(deliveries, outcomes, strict=True):
             self._note(outcome)
-            if self.room is not None:
-                self.room.note(delivery, outcome)
+            self.room.note(delivery, outcome)
         if any(isinstance(one, Interrupted) for one in outcomes):
             self._close()  # also if the pause has ended meanwhile
 
@@ -477,8 +473,7 @@ class StageThread:
             self.parked_due.set()  # it may be the next one
         self._activity.note()
         self.handled += 1
-        if self._allowance is not None:
-            self._allowance.spend()
+        self._allowance.spend()
 
     def _open(self) -> Session | None:
         before = self._subscription.session

@@ -85,20 +85,48 @@ PROVE_EVERY = 60.0
 
 
 class Listener:
-    """Listens in one database until `stop` is set. The thread's work is `run()`."""
+    """Listens in one database, in a thread, as long as this process has users of the
+    listener."""
 
-    def __init__(self, using: str, stop: threading.Event) -> None:
-        self._using, self._stop = using, stop
-        self._alias = alias_of(using)
+    def __init__(self, using: str) -> None:
+        self._using, self._lock = using, threading.Lock()
+        self._users, self._stop = 0, threading.Event()
 
-    def run(self) -> None:
+    @property
+    def _alias(self) -> str:
+        return alias_of(self._using)
+
+    def add_user(self) -> None:
+        """Add a user. The first user starts the thread."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._stop = threading.Event()
+                start_daemon(f"txmsg-listen-{self._using}", self.run, self._stop)
+
+    def remove_user(self) -> None:
+        """Remove a user. After the last user is removed, the thread ends. Nothing waits
+        for its end, because the thread holds only a connection."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._stop.set()
+
+    def run(self, stop: threading.Event) -> None:
+        """Listen until `stop` is set, and then close this thread's connections."""
+        try:
+            self._run(stop)
+        finally:
+            connections.close_all()
+
+    def _run(self, stop: threading.Event) -> None:
         """Listen. After an error, pause and listen again."""
         warned, later = False, SOON
-        while not self._stop.is_set():
+        while not stop.is_set():
             pause = 1.0
             try:
                 if database_health.usable(self._alias):
-                    self._listen()
+                    self._listen(stop)
                     pause = AGAIN
             except AnyDatabaseError as error:
                 if not database_health.note(self._alias, error):
@@ -122,17 +150,17 @@ class Listener:
             finally:
                 notifications.listener_ended(self._using)
                 database_health.discard(self._alias)
-            self._stop.wait(pause)
+            stop.wait(pause)
 
-    def _listen(self) -> None:
-        received = receives_notifications(self._using, self._stop)
-        if received is None or self._stop.is_set():
+    def _listen(self, stop: threading.Event) -> None:
+        received = receives_notifications(self._using, stop)
+        if received is None or stop.is_set():
             return
         if not received:
             raise _NotReceived
         connection, look_at = connections[self._alias], 0.0
         proof, sent_at = "", time.monotonic()
-        while not self._stop.is_set():
+        while not stop.is_set():
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + self._look()
             if not proof and time.monotonic() > sent_at + PROVE_EVERY:
@@ -243,48 +271,14 @@ def listening(databases: Collection[str]) -> Iterator[None]:
         yield
         return
     wanted = {one for one in databases if connections[one].vendor == "postgresql"}
-    users = [_users(using) for using in wanted]
-    for one in users:
-        one.add()
+    listeners = [_listener(using) for using in wanted]
+    for one in listeners:
+        one.add_user()
     try:
         yield
     finally:
-        for one in users:
-            one.remove()
+        for one in listeners:
+            one.remove_user()
 
 
-class _Users:
-    """Counts the users of the listener of one database. The first user starts the
-    listener."""
-
-    def __init__(self, using: str) -> None:
-        self._using, self._lock = using, threading.Lock()
-        self._count, self._stop = 0, threading.Event()
-
-    def add(self) -> None:
-        """Add a user. The first user starts the thread."""
-        with self._lock:
-            self._count += 1
-            if self._count > 1:
-                return
-            self._stop = threading.Event()
-            name = f"txmsg-listen-{self._using}"
-            start_daemon(name, _run, self._using, self._stop)
-
-    def remove(self) -> None:
-        """Remove a user. After the last user is removed, the thread ends. Nothing waits
-        for its end, because the thread holds only a connection."""
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                self._stop.set()
-
-
-_users = PerProcess(_Users)
-
-
-def _run(using: str, stop: threading.Event) -> None:
-    try:
-        Listener(using, stop).run()
-    finally:
-        connections.close_all()
+_listener = PerProcess(Listener)

@@ -8,6 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from django.db import Error as AnyDatabaseError
 from django.db import connections, transaction
@@ -123,25 +124,24 @@ def split(
 log = logging.getLogger("django_txmsg.relay")
 
 
+@dataclass(frozen=True)
 class Settlement:
     """Settles the rows of one claim. Every statement checks the claim's token. So the
     settlement never changes a row whose lease has ended: another relay may have claimed
     that row."""
 
-    def __init__(
-        self,
-        broker: str,
-        token: uuid.UUID,
-        lease: Lease,
-        counts: Counter[str],
-        stop: threading.Event,
-        turn: Turn,
-    ) -> None:
-        """Create a settlement. After `stop` is set, the settlement no longer waits for
-        an unavailable database."""
-        self.using, self.broker_alias = lease.using, broker
-        self._token, self._lease = token, lease
-        self._counts, self._stop, self._turn = counts, stop, turn
+    broker_alias: str
+    token: uuid.UUID
+    lease: Lease
+    counts: Counter[str]
+    #: After this is set, it no longer waits for an unavailable database.
+    stop: threading.Event
+    turn: Turn
+
+    @property
+    def using(self) -> str:
+        """The alias of the database that stores the rows."""
+        return self.lease.using
 
     def _outbox(self) -> OutboxManager:
         return OutboxMessage.objects.db_manager(self.using)
@@ -150,13 +150,13 @@ class Settlement:
         """Return the rows that still belong to this claim. If the lease has ended at
         any time, other relays may have claimed some of the rows since, and some rows
         may have been cancelled. These rows are omitted."""
-        if not (rows and self._lease.lapsed):
+        if not (rows and self.lease.lapsed):
             return rows
         ids = [row.id for row in rows]
-        self._outbox().extend(ids, self._token, self._lease.seconds)
+        self._outbox().extend(ids, self.token, self.lease.seconds)
         held = set(
             self._outbox()
-            .filter(PENDING, pk__in=ids, lease_token=self._token)
+            .filter(PENDING, pk__in=ids, lease_token=self.token)
             .values_list("pk", flat=True)
         )
         self._lost(len(ids) - len(held))
@@ -165,7 +165,7 @@ class Settlement:
     def give_back(self, rows: Sequence[Claimed]) -> None:
         """Release the unsettled rows."""
         ids = [row.id for row in rows]
-        self._fenced(0, lambda: self._outbox().release(ids, self._token))
+        self._fenced(0, lambda: self._outbox().release(ids, self.token))
 
     def settle(self, found: Receipts) -> None:
         """Settle the rows. Rows that the broker has confirmed are marked as dispatched.
@@ -175,10 +175,10 @@ class Settlement:
         returned = [row.id for row in found.returned]
         if stored:
             self._fenced(len(stored), lambda: self._mark(stored))
-            self._counts["dispatched"] += len(stored)
+            self.counts["dispatched"] += len(stored)
         if returned:
             self._fenced(
-                len(returned), lambda: self._outbox().release(returned, self._token)
+                len(returned), lambda: self._outbox().release(returned, self.token)
             )
         self._give_back_refused(found)
         for row, error in found.failed:
@@ -206,20 +206,16 @@ class Settlement:
                 row.destination if paused else words, ([], words)
             )
             ids.append(row.id)
+        outbox = self._outbox()
         for ids, words in groups.values():
-
-            def release(ids: list[int] = ids, words: str = words) -> int:
-                return self._outbox().release(
-                    ids, self._token, error=words, delay=delay
-                )
-
+            release = partial(outbox.release, ids, self.token, error=words, delay=delay)
             self._fenced(len(ids), release)
-            self._counts["refused"] += len(ids)
+            self.counts["refused"] += len(ids)
 
     def _mark(self, stored: list[int]) -> int:
         # Refusals are rare, and recorded row by row, without waiting for a turn.
-        with self._turn.at_database():
-            return self._outbox().mark_dispatched(stored, self._token)
+        with self.turn.at_database():
+            return self._outbox().mark_dispatched(stored, self.token)
 
     def bury(
         self, row: Claimed, reason: str, error: str, *, letter: bool = True
@@ -231,7 +227,7 @@ class Settlement:
             with transaction.atomic(using=self.using):
                 kept = self._outbox().mark_dead(
                     row.id,
-                    self._token,
+                    self.token,
                     error=storable(f"{reason}: {error}")[:2000],
                     cancelled=not letter,
                 )
@@ -241,7 +237,7 @@ class Settlement:
                     )
             return kept
 
-        self._counts["dead" if letter else "cancelled"] += self._fenced(1, bury)
+        self.counts["dead" if letter else "cancelled"] += self._fenced(1, bury)
 
     def _fenced(self, count: int, statement: Callable[[], int]) -> int:
         """Run a statement that checks the token. Returns the number of changed rows.
@@ -258,7 +254,7 @@ class Settlement:
                 changed = statement()
             except AnyDatabaseError as error:
                 connection.close()
-                over = not self._lease.left or self._stop.is_set()
+                over = not self.lease.left or self.stop.is_set()
                 if over or in_block(connection) or not database_health.may_pass(error):
                     raise
                 log.info("retrying to record the broker's receipts: %s", error)
@@ -266,7 +262,7 @@ class Settlement:
                 kept = count if repeated else changed
                 self._lost(count - kept)
                 return kept
-            self._stop.wait(min(pause, self._lease.left))
+            self.stop.wait(min(pause, self.lease.left))
             pause, repeated = min(2 * pause, 2.0), True
 
     def _refused(self, row: Claimed, error: BrokerError) -> None:
@@ -280,10 +276,10 @@ class Settlement:
         self._fenced(
             1,
             lambda: self._outbox().reschedule(
-                row.id, self._token, delay=delay, error=stored_text(error)
+                row.id, self.token, delay=delay, error=stored_text(error)
             ),
         )
-        self._counts["rejected"] += 1
+        self.counts["rejected"] += 1
         log.warning(
             "dispatch failed id=%s destination=%s attempt=%d next in %.1f s: %s",
             row.message_id,
@@ -295,13 +291,13 @@ class Settlement:
 
     def _lost(self, count: int) -> None:
         if count > 0:
-            self._counts["lease_lost"] += count
+            self.counts["lease_lost"] += count
             log.warning(
                 "the lease of %d messages ended before they were settled; they are "
                 "sent again, and inboxes drop the copies. If this recurs, look what "
                 "stops this process or the database for longer than %g s",
                 count,
-                self._lease.seconds,
+                self.lease.seconds,
             )
             signals.lease_lost.send_robust(
                 sender=None, count=count, broker=self.broker_alias

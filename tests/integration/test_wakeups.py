@@ -357,7 +357,7 @@ def test_no_advice_names_a_setting_that_does_not_help(
     """LISTEN_DATABASE serves only the outbox's database. Here, the other database is
     behind the pooler."""
     stop = threading.Event()
-    thread = threading.Thread(target=listener.Listener(pooled, stop).run)
+    thread = threading.Thread(target=listener.Listener(pooled).run, args=(stop,))
     with txmsg():
         thread.start()
         wait_until(lambda: "no notification arrived" in caplog.text)
