@@ -69,11 +69,6 @@ class Sql:
         that it stores."""
         return column
 
-    def json_instant(self, value: str) -> str:
-        """Return SQL that formats an instant for JSON, so that `read_instant()` can
-        read it."""
-        return value
-
     def text(self, column: str) -> str:
         """Return SQL for a UUID or JSON as text. Text is cheaper to read than the
         objects that the driver would create. SQLite returns the text that it stores."""
@@ -128,9 +123,6 @@ class Postgres(Sql):
     def instant_text(self, column: str) -> str:
         pattern = 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'
         return f"to_char({column} AT TIME ZONE 'UTC', '{pattern}')"
-
-    def json_instant(self, value: str) -> str:
-        return f"EXTRACT(EPOCH FROM {value})::float8"
 
     def text(self, column: str) -> str:
         return f"{column}::text"
@@ -255,7 +247,7 @@ class OneOf(models.Func):
 def read_instant(value: Any) -> Any:
     """Return an aware instant, or None, from the value of a column. Text (from SQLite)
     without an offset is read as UTC, a number as Unix time in seconds."""
-    if isinstance(value, float):
+    if isinstance(value, int | float):
         return dt.datetime.fromtimestamp(value, dt.timezone.utc)
     if isinstance(value, str):
         value = dt.datetime.fromisoformat(value)

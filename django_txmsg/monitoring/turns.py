@@ -62,7 +62,7 @@ def lines(using: str, paused: Collection[str] = ()) -> dict[str, Line]:
     counts = sql.array(
         "SUM(count)",
         "SUM(size)",
-        sql.json_instant("MIN(since)"),
+        sql.epoch("MIN(since)"),
         f"COUNT(*) FILTER (WHERE since <= {sql.later()})",
     )
     rows = query(

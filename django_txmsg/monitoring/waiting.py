@@ -190,7 +190,7 @@ def for_newer_code(using: str, *, most: int = CAP) -> dict[str, NeedsNewerCode]:
     messages of each stage are read, the longest waiting first."""
     sql, table = sql_of(connections[using]), "django_txmsg_inboxmessage"
     rule = inbox.NEEDS_NEWER_CODE
-    since = sql.json_instant("MIN(since)")
+    since = sql.epoch("MIN(since)")
     found = sql.array("COUNT(*)", since, "MIN(type)", "MAX(version)")
     rows = query(
         using,
@@ -267,7 +267,7 @@ def _by_place(
         "COUNT(*) FILTER (WHERE leased)",
         "COUNT(*) FILTER (WHERE retried)",
         "COUNT(*) FILTER (WHERE for_rate)",
-        sql.json_instant(f"MIN(due) FILTER (WHERE due <= {now})"),
+        sql.epoch(f"MIN(due) FILTER (WHERE due <= {now})"),
     )
     same = " AND ".join(f"r.{name} = o.{name}" for name in columns)
     place = ", ".join(f"o.{name}" for name in columns)

@@ -27,6 +27,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.monitoring import waiting
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
@@ -378,3 +379,13 @@ def test_a_zone_of_the_alias_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert whole(outbox.values_list("created_at", "expires_at")) == delays * 2
     queue = QueueMessage.objects.order_by("pk")
     assert whole(queue.values_list("enqueued_at", "available_at")) == delays
+
+
+def test_a_message_that_is_due_at_a_whole_second_is_counted() -> None:
+    due_at = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc)
+    OutboxMessage.objects.create(
+        message_id=uuid.uuid4(), destination="orders", body=b"1", due_at=due_at
+    )
+    (found,) = waiting.in_outbox("default")
+    assert found.oldest_due is not None
+    assert abs(found.oldest_due - due_at) < dt.timedelta(milliseconds=1)
