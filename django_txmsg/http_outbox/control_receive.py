@@ -246,24 +246,21 @@ def _hand_back(control: ControlMessage, look: Look) -> str:
     """Return the message to its queue, so that a process that uses the session's
     database receives it. After FOREIGN_FOR seconds, drop the message instead."""
     age = (timezone.now() - control.sent_at).total_seconds()
-    over = age > FOREIGN_FOR
-    first = (control.using, control.database) not in _foreign
-    _foreign.add((control.using, control.database))
-    log.log(
-        logging.WARNING if first else logging.INFO,
-        "a control message for session %s is from database %s, and this process of the "
-        "same service and SECRET_KEY uses database %s (%r). %s. Give each of the two "
-        'databases a service of its own: TXMSG["SERVICE"]. If they are one database, '
-        "which was restarted, the clock of the sender's host is wrong",
-        control.session_id,
-        control.database,
-        database_identity.current(control.using),
-        control.using,
-        "It is dropped, as no process of that database has taken it"
-        if over
-        else "It goes back into its queue",
-    )
-    if over:
+    if (control.using, control.database) not in _foreign:
+        _foreign.add((control.using, control.database))
+        log.warning(
+            "a control message for session %s is from database %s, and this process of "
+            "the same service and SECRET_KEY uses database %s (%r). It goes back into "
+            "its queue, and is dropped if no process of that database takes it. Give "
+            'each of the two databases a service of its own: TXMSG["SERVICE"]. If they '
+            "are one database, which was restarted, the clock of the sender's host is "
+            "wrong",
+            control.session_id,
+            control.database,
+            database_identity.current(control.using),
+            control.using,
+        )
+    if age > FOREIGN_FOR:
         return "another_database"
     # At the second check the message goes back: a pause lasts longer than half of the
     # next one.

@@ -25,8 +25,8 @@ class SessionStatus(models.TextChoices):
     TOMBSTONE = "tombstone", "given up"
 
 
-#: How long writing a tombstone waits, in milliseconds, for a commit in progress.
-PATIENCE_MS = 200
+#: How long writing a tombstone waits, in seconds, for a commit in progress.
+PATIENCE = 0.2
 
 
 class SessionManager(SqlManager):
@@ -46,21 +46,11 @@ class SessionManager(SqlManager):
         if the session has already committed.
 
         Raises OperationalError if the session's transaction is committing and takes
-        longer than PATIENCE_MS.
+        longer than PATIENCE. SQLite waits for its usual time-out instead.
         """
-        connection = connections[self.db]
-        if connection.vendor == "postgresql":
-            with transaction.atomic(using=self.db):
-                limit_waits(connection, PATIENCE_MS / 1000)
-                return self._insert(session_id, SessionStatus.TOMBSTONE)
-        with connection.cursor() as cursor:
-            cursor.execute("PRAGMA busy_timeout")
-            (usual,) = cursor.fetchone()
-            cursor.execute(f"PRAGMA busy_timeout = {PATIENCE_MS}")
-            try:
-                return self._insert(session_id, SessionStatus.TOMBSTONE)
-            finally:
-                cursor.execute(f"PRAGMA busy_timeout = {usual}")
+        with transaction.atomic(using=self.db):
+            limit_waits(connections[self.db], PATIENCE)
+            return self._insert(session_id, SessionStatus.TOMBSTONE)
 
     def given_up(self, since: dt.timedelta) -> int:
         """Return the number of tombstones whose age is at most `since`."""
