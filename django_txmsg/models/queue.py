@@ -11,8 +11,7 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from . import claiming
-from .claiming import UNLIMITED, Room, bounds, claim_sql
+from .claiming import Room, bounds, claim_sql
 from .fields import Later, SqlManager
 
 #: Messages of a removed subscription deleted in one transaction.
@@ -42,18 +41,16 @@ class QueueManager(SqlManager):
         *,
         limit: int,
         lease: float,
-        room: Room | None = None,
+        room: Room,
         which: str = "TRUE",
         rank: str = "",
     ) -> list[tuple[int, str, bytes, int]]:
         """Claim at most `limit` due messages of a queue, in order. `room` limits the
-        total size of their bodies. Without `room`, the claim takes at most
-        `claiming.MAX_BYTES`, or a single larger message. `which` is a condition on the
-        rows. With `rank`, rows with the highest values of this column come first.
+        total size of their bodies. `which` is a condition on the rows. With `rank`,
+        rows with the highest values of this column come first.
 
         Returns the id, headers as JSON, body and number of deliveries of each message.
         """
-        room = room or _whole_room()
         sql = self._sql
         statement = claim_sql(
             sql,
@@ -90,11 +87,10 @@ class QueueManager(SqlManager):
         *,
         limit: int,
         lease: float,
-        room: Room | None = None,
+        room: Room,
     ) -> list[tuple[int, str, bytes, int]]:
         """Claim due messages like `claim()`, but messages of higher priority first."""
         claim = partial(self.claim, queue, token, lease=lease)
-        room = room or _whole_room()
         due = self.filter(queue=queue, available_at__lte=Now())
         if not due.exclude(priority=0).exists():
             return claim(limit=limit, room=room)
@@ -225,10 +221,6 @@ class QueueSubscription(models.Model):
 
     def __str__(self) -> str:
         return f"{self.subscriber} on {self.topic}"
-
-
-def _whole_room() -> Room:
-    return Room(claiming.MAX_BYTES, UNLIMITED)
 
 
 _TABLE = QueueMessage._meta.db_table

@@ -150,7 +150,10 @@ def test_prefetch_is_limited_in_bytes() -> None:
     )
 
     def claim() -> list[int]:
-        rows = QueueMessage.objects.claim("tests.q", uuid.uuid4(), limit=10, lease=60)
+        room = claiming.Room(1000, claiming.UNLIMITED)
+        rows = QueueMessage.objects.claim(
+            "tests.q", uuid.uuid4(), limit=10, lease=60, room=room
+        )
         return [len(body) for _, _, body, _ in rows]
 
     assert claim() == [600, 400]

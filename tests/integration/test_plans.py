@@ -27,6 +27,7 @@ from django_txmsg.models import (
     Run,
     claiming,
 )
+from django_txmsg.models.claiming import MAX_BYTES, UNLIMITED, Room
 from django_txmsg.models.fields import NEVER, clock
 from django_txmsg.models.run import WaitsFor
 from django_txmsg.monitoring import periods, retention, waiting
@@ -44,6 +45,7 @@ pytestmark = [
 ]
 
 BACKLOG = 3000
+ROOM = Room(MAX_BYTES, UNLIMITED)
 AS_A_RELAY: dict[str, Any] = {
     "broker": "default",
     "services": ["tests", "tests-before"],
@@ -259,7 +261,9 @@ def test_queued_messages_are_not_read_before_their_time() -> None:
     copies(QueueMessage, available_at="now() + interval '1 hour'")
 
     def claim_one() -> None:
-        rows = QueueMessage.objects.claim("tests.r", uuid.uuid4(), limit=10, lease=60)
+        rows = QueueMessage.objects.claim(
+            "tests.r", uuid.uuid4(), limit=10, lease=60, room=ROOM
+        )
         assert len(rows) == 1
 
     assert read_for(claim_one) < 100
@@ -293,7 +297,9 @@ def test_a_claim_takes_no_more_than_its_limit_whatever_the_plan() -> None:
     with transaction.atomic(), connection.cursor() as cursor:
         for way in ("hashjoin", "mergejoin", "hashagg", "sort", "material"):
             cursor.execute(f"SET LOCAL enable_{way} = off")
-        rows = QueueMessage.objects.claim("tests.q", uuid.uuid4(), limit=1, lease=60)
+        rows = QueueMessage.objects.claim(
+            "tests.q", uuid.uuid4(), limit=1, lease=60, room=ROOM
+        )
         parked = QueueMessage.objects.filter(deliveries=1).count()
     assert (len(rows), parked) == (1, 1)
 
@@ -309,7 +315,7 @@ def test_tasks_are_found_by_priority_and_not_sorted() -> None:
     def work() -> None:
         claimed.extend(
             QueueMessage.objects.claim_by_priority(
-                queue, uuid.uuid4(), limit=10, lease=60
+                queue, uuid.uuid4(), limit=10, lease=60, room=ROOM
             )
         )
 
