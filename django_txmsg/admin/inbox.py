@@ -60,7 +60,7 @@ def shown_state(row: InboxMessage) -> str:
         return "redelivering" if row.slot is None else "waits for its rate"
     if row.dead_at is not None and getattr(row, "discarded", False):
         return "discarded"
-    return str(row.state.value)
+    return row.state
 
 
 class InboxStateFilter(StateFilter):

@@ -74,7 +74,7 @@ def flow(message_id: uuid.UUID, correlation_id: str, *, using: str) -> list[Node
     nodes: dict[uuid.UUID, Node] = {}
     for row in stored.order_by("pk")[:MOST]:
         nodes[row.message_id] = Node(
-            row.message_id, row.destination, row.created_at, row.state.value,
+            row.message_id, row.destination, row.created_at, row.state,
             session_id=row.session_id,
         )  # fmt: skip
     for seen in received.order_by("pk")[:MOST]:
@@ -275,7 +275,7 @@ class MessagePages(Pages):
             "raw": raw(known),
             "editable": conf.get().EDIT_DEAD_LETTERS,
             "stoppable": may(request, "stop_inboxmessage")
-            and any(one.state.value == "received" for one in inbox)
+            and any(one.state == "received" for one in inbox)
             and bool(deadline.stoppable(message_id, using)),
         }
         return self._admin.show(
@@ -411,8 +411,8 @@ def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
     if any(letter.resolution == "open" for letter in letters):
         return "dead"
     for row in outbox[-1:]:
-        if row.state.value != "dispatched":
-            return str(row.state.value)
+        if row.state != "dispatched":
+            return str(row.state)
     for row in inbox:
         if row.due_at:
             return shown_state(row)

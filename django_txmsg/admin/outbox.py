@@ -96,7 +96,7 @@ class OutboxAdmin(MessageAdmin):
 
     state = display.column(
         "state",
-        lambda row: display.badge("overdue" if row.overdue else row.state.value),
+        lambda row: display.badge("overdue" if row.overdue else row.state),
     )
 
     place = display.column(

@@ -32,14 +32,6 @@ _IN_ORDER = BLOCKED | (NEEDS_NEWER_CODE & Rule("{key} <> ''"))
 _EXPIRED = {wire.EXPIRES: "1970-01-01T00:00:00+00:00"}
 
 
-class InboxState(models.TextChoices):
-    """The state of a received message, computed from its instants."""
-
-    RECEIVED = "received", "received"
-    PROCESSED = "processed", "processed"
-    DEAD = "dead", "dead"
-
-
 class InboxManager(ArrivalManager, ParkingManager):
     """Changes the states of received messages."""
 
@@ -290,8 +282,8 @@ class InboxMessage(models.Model):
         return f"{self.message_id} at {self.stage}"
 
     @property
-    def state(self) -> InboxState:
-        """Received, processed or dead."""
+    def state(self) -> str:
+        """The state, computed from the instants: received, processed or dead."""
         if self.processed_at is not None:
-            return InboxState.PROCESSED
-        return InboxState.RECEIVED if self.dead_at is None else InboxState.DEAD
+            return "processed"
+        return "received" if self.dead_at is None else "dead"

@@ -34,15 +34,6 @@ PENDING = Q(dispatched_at__isnull=True, dead_at__isnull=True)
 HOLDING = Q(dead_at__isnull=True)
 
 
-class OutboxState(models.TextChoices):
-    """The state of a stored message, computed from its instants."""
-
-    PENDING = "pending", "pending"
-    DISPATCHED = "dispatched", "dispatched"
-    DEAD = "dead", "dead"
-    CANCELLED = "cancelled", "cancelled"
-
-
 #: The primary key and the broker of each changed row.
 Changed = list[tuple[int, str]]
 
@@ -287,15 +278,14 @@ class OutboxMessage(models.Model):
         return f"{self.message_id} to {self.destination}"
 
     @property
-    def state(self) -> OutboxState:
-        """Pending, dispatched, dead or cancelled."""
+    def state(self) -> str:
+        """The state, computed from the instants: pending, dispatched, dead or
+        cancelled."""
         if self.dispatched_at is not None:
-            return OutboxState.DISPATCHED
+            return "dispatched"
         if self.dead_at is None:
-            return OutboxState.PENDING
-        if self.cancelled_at is None:
-            return OutboxState.DEAD
-        return OutboxState.CANCELLED
+            return "pending"
+        return "dead" if self.cancelled_at is None else "cancelled"
 
 
 # Hop 3's record: for each key, the last message that was sent to a destination. The

@@ -497,7 +497,7 @@ def test_buttons_change_the_message_that_the_page_shows(
 
     row.refresh_from_db()
     other.refresh_from_db()
-    assert (row.state.value, other.state.value) == ("cancelled", "pending")
+    assert (row.state, other.state) == ("cancelled", "pending")
     assert row.due_at > due + dt.timedelta(minutes=4)
     assert other.due_at == due
 

@@ -325,7 +325,7 @@ def _run_in_batch(work: Callable[[], None]) -> None:
             send_messages({"destination": stage.destination, "body": b} for b in bodies)
         step(stage)
     left = OutboxMessage.objects.filter(destination__in=["tests.before", "tests.after"])
-    assert [row.state.value for row in left] == ["dispatched"]
+    assert [row.state for row in left] == ["dispatched"]
     assert left.get().destination == "tests.before"
     (effect,) = Effect.objects.filter(name="before")
     effect.delete()
@@ -430,7 +430,7 @@ def test_only_messages_not_rolled_back_are_left(
     assert list(Effect.objects.values_list("name", flat=True)) == world.effects
     rows = list(OutboxMessage.objects.filter(destination=OUT).order_by("pk"))
     assert [row.message_id for row in rows] == [row.id for row in world.rows]
-    assert {row.message_id: row.state.value for row in rows} == {
+    assert {row.message_id: row.state for row in rows} == {
         row.id: "cancelled"
         if row.cancelled
         else ("dispatched" if world.leaves(row) else "pending")

@@ -183,7 +183,7 @@ def test_all_agree_on_a_stored_message() -> None:
             "the overview": lambda: bool(status.read().outbox.count),
             "message_status": lambda: bool(facts(status.read())["outbox"]["count"]),
             "metrics": lambda: bool(gauge("outbox_waiting")),
-            "the row": lambda: OutboxMessage.objects.get().state.value == "pending",
+            "the row": lambda: OutboxMessage.objects.get().state == "pending",
         }
         agree(f"pending: {what}", pending, asked)
         asked = {
@@ -207,9 +207,7 @@ def test_all_agree_on_a_stored_message() -> None:
             asked = {
                 "the console's filter": one(OutboxMessage, states[end]),
                 "the console's list": lambda end=end: listed(OutboxMessage, end),
-                "the row": lambda end=end: (
-                    OutboxMessage.objects.get().state.value == end
-                ),
+                "the row": lambda end=end: OutboxMessage.objects.get().state == end,
             }
             agree(f"{end}: {what}", what.startswith(end), asked)
         agree(f"claim: {what}", due and free, {"a relay": claimed})
