@@ -22,8 +22,7 @@ TAG = "txmsg"
 def check(**_: object) -> list[CheckMessage]:
     """Return the faults of the settings, the databases and the stages."""
     found = list(settings.check())
-    if any(one.id in settings.UNREADABLE for one in found):
-        # Settings that cannot be read permit no further checks.
+    if found:  # settings that cannot be read permit no further checks
         return found
     found += settings.check_values()
     usable = not any(isinstance(one, Error) for one in found)

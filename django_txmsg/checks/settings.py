@@ -38,9 +38,6 @@ PORTS = {
     "61614": ("stomp", "stomp+ssl://HOST:61614"),
     "61616": ("openwire", "of Java's clients; STOMP is stomp://HOST:61613"),
 }
-#: Errors after which no further check is possible.
-UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
-
 #: Well-known credentials.
 GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manager"})
 
