@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +83,6 @@ class MessageConsumer(Closing):
         self.subscription = subscription
         self.selector = selector
         self.subscription_id = link.next_name("sub-")
-        self.arrived = threading.Condition(link.lock)
         self._buffer: deque[Message] = deque()
         self._unsettled: dict[str | None, Message] = {}
         self._closed = False
@@ -98,7 +96,7 @@ class MessageConsumer(Closing):
         headers |= {"id": self.subscription_id, "ack": "client-individual"}
         if self.selector is not None:
             headers["selector"] = self.selector
-        link.route(self.subscription_id, self.deliver, self.arrived)
+        link.route(self.subscription_id, self.deliver)
         what = f"the subscription to {self.destination}"
         try:
             link.ask("SUBSCRIBE", headers, timeout=timeout, what=what).wait()
@@ -116,7 +114,6 @@ class MessageConsumer(Closing):
         self._buffer.append(
             Message.received(frame, self.subscription_id, self.destination)
         )
-        self.arrived.notify()
 
     def receive(self, timeout: float | None = None) -> Message | None:
         """Return the next message, or ``None`` if no message arrives in time or the
@@ -129,7 +126,7 @@ class MessageConsumer(Closing):
         link = self._link
         link.refuse_inside()
         link.check_alive()
-        with self.arrived:
+        with link.lock:
             while True:
                 if self._closed or (link.closed and link.error is None):
                     return None
@@ -141,7 +138,7 @@ class MessageConsumer(Closing):
                 left = None if give_up is None else give_up - time.monotonic()
                 if left is not None and left <= 0:
                     return None
-                self.arrived.wait(left)
+                link.changed.wait(left)
         self._on_received(message)
         return message
 
@@ -160,7 +157,7 @@ class MessageConsumer(Closing):
         Raises ``IllegalStateError`` if the message is already acknowledged, if it was
         put back into the buffer, or if the consumer is closed.
         """
-        with self.arrived:
+        with self._link.lock:
             if self._closed:
                 raise IllegalStateError(
                     f"The consumer of {message!r} is closed; the broker delivers the "
@@ -175,14 +172,14 @@ class MessageConsumer(Closing):
     def forget(self, message: Message) -> None:
         """Stop counting a message as unacknowledged. Called when a committed
         transaction has acknowledged the message."""
-        with self.arrived:
+        with self._link.lock:
             self._unsettled.pop(message.ack_id, None)
 
     def take_back(self, received: Sequence[Message] | None = None) -> None:
         """Put unacknowledged messages back into the buffer, marked as redelivered: the
         messages in `received`, or all."""
         wanted = None if received is None else set(map(id, received))
-        with self.arrived:
+        with self._link.lock:
             again = [
                 message
                 for message in self._unsettled.values()
@@ -192,7 +189,7 @@ class MessageConsumer(Closing):
                 del self._unsettled[message.ack_id]
                 message.redelivered = True
             self._buffer.extendleft(reversed(again))
-            self.arrived.notify_all()
+            self._link.changed.notify_all()
 
     @property
     def buffered(self) -> int:
@@ -223,12 +220,12 @@ class MessageConsumer(Closing):
         link.refuse_inside()
         if link.inherited:
             return
-        with self.arrived:
+        with link.lock:
             if self._closed:
                 return
             self._closed = True
             self._buffer.clear()
-            self.arrived.notify_all()
+            link.changed.notify_all()
         self._on_closed(self)
         left_to_disconnect = link.ending and link.dialect.late_deliveries_fail
         try:

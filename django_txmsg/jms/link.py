@@ -78,7 +78,8 @@ class Link:
         self.options = options
         self.dialect = BY_NAME[options.dialect or "activemq"]
         self.lock = threading.RLock()
-        #: Notified when room, an outcome or an end may concern a waiting thread.
+        #: Notified when room, an outcome, a delivery or an end may concern a waiting
+        #: thread.
         self.changed = threading.Condition(self.lock)
         self.whole = Whole(self.lose)
         #: Why the link was lost; ``None`` while it is not.
@@ -93,7 +94,7 @@ class Link:
         self._logged = ""
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
-        self._routes: dict[str, tuple[Deliver, threading.Condition]] = {}
+        self._routes: dict[str, Deliver] = {}
         self._connected = threading.Event()
         self._refusal = ""
         self._broker_message = ""
@@ -193,9 +194,10 @@ class Link:
 
     def _deliver(self, frame: frames.Frame) -> None:
         route = self._routes.get(frame.headers.get("subscription", ""))
-        deliver = None if route is None else route[0]()
+        deliver = None if route is None else route()
         if deliver is not None:
             deliver(frame)
+            self.changed.notify_all()
 
     def _log(self) -> None:
         while self._to_log:
@@ -297,26 +299,14 @@ class Link:
             self.writer.stop()
             self.ledger.lose(reason, self._broker_message, silent=silent)
             self.transport.disconnect_socket()
-            self.wake_all()
+            self.changed.notify_all()
 
-    def wake_all(self) -> None:
-        """Wake all waiting threads, which then check their conditions again. The caller
-        holds the lock."""
-        self.changed.notify_all()
-        for _, arrived in self._routes.values():
-            arrived.notify_all()
-
-    def route(
-        self,
-        name: str,
-        deliver: Callable[[frames.Frame], None],
-        arrived: threading.Condition,
-    ) -> None:
+    def route(self, name: str, deliver: Callable[[frames.Frame], None]) -> None:
         """Pass the deliveries of a subscription to the method ``deliver``, as long as
         the method's object exists. The reader thread calls ``deliver`` with the lock
-        held, and then wakes the threads that wait for ``arrived``."""
+        held, and then wakes the waiting threads."""
         with self.lock:
-            self._routes[name] = WeakMethod(deliver), arrived
+            self._routes[name] = WeakMethod(deliver)
 
     def unroute(self, name: str) -> None:
         """Stop passing on deliveries of the subscription."""
@@ -426,7 +416,7 @@ class Link:
             self.closed = True
             self.writer.stop()
             self.ledger.lose("the connection was closed", self._broker_message)
-            self.wake_all()
+            self.changed.notify_all()
         self.transport.disconnect_socket()
         self.writer.join(5.0)
         self.transport.join(5.0)

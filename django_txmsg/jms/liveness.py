@@ -104,4 +104,4 @@ class Liveness(Closing):
         self.check_usable()
         with self.link.lock:
             self.link.delivering = on
-            self.link.wake_all()
+            self.link.changed.notify_all()

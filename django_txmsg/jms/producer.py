@@ -65,18 +65,17 @@ class MessageProducer(Closing):
         then stores all messages, or raises.
 
         ``timeout`` is in seconds. It limits the wait for room in the window, and then
-        the wait for the receipt. With 0, ``send`` does not wait for room, and waits for
-        the receipt with the default time-out.
+        the wait for the receipt.
         """
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
         what = f"message {encoded.provided.message_id}"
-        for_room, for_receipt = self._timeouts(timeout)
+        seconds = link.seconds(timeout)
         if session.transacted:
-            self._send_in_transaction(message, encoded, what, for_room)
+            self._send_in_transaction(message, encoded, what, seconds)
             return
-        send = WaitedSend(link, what, for_receipt, session.sends, encoded.size)
-        self._queue(message, encoded, send, for_room)
+        send = WaitedSend(link, what, seconds, session.sends, encoded.size)
+        self._queue(message, encoded, send)
         send.wait()
 
     def send_async(
@@ -113,7 +112,7 @@ class MessageProducer(Closing):
         future = CompletionFuture(self.session)
         self.session.link.options.check_asynchronous()
         send = self._send_async(message, future, destination, delivery, timeout)
-        future._withdraw = send.withdraw
+        future._withdraw = partial(self.session.sends.withdraw, send)
         return future
 
     # -- implementation -----------------------------------------------------------
@@ -129,18 +128,14 @@ class MessageProducer(Closing):
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
         what = f"message {encoded.provided.message_id}"
-        for_room, for_receipt = self._timeouts(timeout)
+        seconds = link.seconds(timeout)
         sends, size, scope = session.sends, encoded.size, (link, session, self)
-        send = AsyncSend(what, for_receipt, sends, message, listener, size, scope)
-        self._queue(message, encoded, send, for_room)
+        send = AsyncSend(what, seconds, sends, message, listener, size, scope)
+        self._queue(message, encoded, send)
         return send
 
     def _queue(
-        self,
-        message: Message,
-        encoded: Encoded,
-        send: WaitedSend | AsyncSend,
-        for_room: float,
+        self, message: Message, encoded: Encoded, send: WaitedSend | AsyncSend
     ) -> None:
         """Wait for room in the window, and queue the frame of the message."""
         session, link, sends = self.session, self.session.link, self.session.sends
@@ -150,7 +145,9 @@ class MessageProducer(Closing):
             self._check_accepts(message)
             if not sends.has_room(encoded.size, listened=listened):
                 check = partial(self._check_accepts, message)
-                sends.wait_for_room(encoded.size, for_room, check, listened=listened)
+                sends.wait_for_room(
+                    encoded.size, send.timeout, check, listened=listened
+                )
             try:  # link.whole, at less cost
                 sends.take(encoded.size)
                 if session.transacted:
@@ -168,13 +165,13 @@ class MessageProducer(Closing):
                 raise
 
     def _send_in_transaction(
-        self, message: Message, encoded: Encoded, what: str, for_room: float
+        self, message: Message, encoded: Encoded, what: str, seconds: float
     ) -> None:
         link = self.session.link
         with link.lock:
             self._check_accepts(message)
             limit = link.options.max_in_flight_bytes
-            if not link.writer.wait_for_room(limit, for_room):
+            if not link.writer.wait_for_room(limit, seconds):
                 raise WindowFullError(
                     f"{what} was not written: the broker does not read what is queued."
                 )
@@ -212,15 +209,6 @@ class MessageProducer(Closing):
             transaction.loose(encoded.frame(transaction=name))
         else:
             link.put(encoded.frame(send.receipt, name), send)
-
-    def _timeouts(self, timeout: float | None) -> tuple[float, float]:
-        """Return two times in seconds: how long to wait for room, and how long to wait
-        for the receipt after that."""
-        if timeout is not None:
-            seconds = self.session.link.seconds(timeout or None)
-            return 0.0 if timeout == 0 else seconds, seconds
-        seconds = self.session.link.options.send_timeout
-        return seconds, seconds
 
     def _prepare(
         self,

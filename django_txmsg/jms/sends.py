@@ -61,7 +61,7 @@ class AsyncSend(Pending):
     """A send whose listener is called with the outcome, in the order of the session's
     sends."""
 
-    __slots__ = ("_listener", "_message", "_scope", "_sends", "size")
+    __slots__ = ("_listener", "_scope", "_sends", "message", "size")
 
     is_send = True
 
@@ -78,7 +78,7 @@ class AsyncSend(Pending):
         """``scope`` holds the objects that the callback must not wait for."""
         super().__init__(what, timeout)
         self._sends = sends
-        self._message = message
+        self.message = message
         self._listener: CompletionListener | None = listener
         self.size = size
         self._scope = scope
@@ -91,14 +91,10 @@ class AsyncSend(Pending):
             self.owner.fail(self.error)
         self._sends.completed()
 
-    def withdraw(self) -> bool:
-        """Cancel the send, if its frame has not been taken for writing."""
-        return self._sends.withdraw(self, self._message)
-
     def tell(self) -> None:
         """Call the listener, on a pool thread. If the listener raises, log the
         exception."""
-        message, error = self._message, self.error
+        message, error = self.message, self.error
         listener, self._listener = self._listener, None  # a future's has this object
         assert listener is not None
         cancelled = self.state is CANCELLED
@@ -232,12 +228,12 @@ class Sends:
             self.completed()
         return self.accepted
 
-    def withdraw(self, send: AsyncSend, message: Message) -> bool:
+    def withdraw(self, send: AsyncSend) -> bool:
         """Cancel a send, if its frame has not been taken for writing."""
         with self._link.lock:
             if send.state is not QUEUED or send.owner is not None:
                 return False
-            message._in_flight = False
+            send.message._in_flight = False
             return self._link.ledger.settle(send, CANCELLED, None)
 
     def completed(self) -> None:
