@@ -168,14 +168,12 @@ def _parts(
 ) -> Iterator[list[tuple[int, Encoded]]]:
     """Split the messages into parts that fit the session's window, by number and by
     bytes."""
-    most = 1 if one_by_one else max(session.max_in_flight, 1000)
+    options = session.link.options
+    most = 1 if one_by_one else max(options.max_in_flight, 1000)
     part: list[tuple[int, Encoded]] = []
     size = 0
     for item in encoded:
-        full = (
-            len(part) >= most
-            or size + item[1].size > session.link.options.max_in_flight_bytes
-        )
+        full = len(part) >= most or size + item[1].size > options.max_in_flight_bytes
         if part and full:
             yield part
             part, size = [], 0

@@ -59,8 +59,6 @@ class Connection(Liveness):
         self,
         transacted: bool = False,  # as in Jakarta Messaging
         ack_mode: AckMode = AckMode.INDIVIDUAL,
-        *,
-        max_in_flight: int | None = None,
     ) -> Session:
         """Open a session. A session sends messages in order, limits the number of
         messages without an outcome, and has one transaction at a time."""
@@ -69,7 +67,6 @@ class Connection(Liveness):
             self,
             transacted=transacted,
             ack_mode=ack_mode,
-            max_in_flight=max_in_flight,
             on_closed=self._session_closed,
         )
         with self.link.lock:
@@ -168,11 +165,6 @@ class ContextProducer:
 
     def _deliver(self, **chosen: Any) -> ContextProducer:
         self._producer.delivery = replace(self._producer.delivery, **chosen)
-        return self
-
-    def set_property(self, name: str, value: str) -> ContextProducer:
-        """Add a header to every later message that does not have this header."""
-        self._producer.properties[name] = value
         return self
 
     def send(

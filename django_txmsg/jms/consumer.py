@@ -48,7 +48,6 @@ class MessageConsumer(Closing):
         destination: Destination,
         prefetch: int,
         subscription: str | None,
-        selector: str | None,
         *,
         on_received: Callable[[Message], None],
         on_closed: Callable[[MessageConsumer], None],
@@ -81,7 +80,6 @@ class MessageConsumer(Closing):
         self.destination = destination
         self.prefetch = prefetch
         self.subscription = subscription
-        self.selector = selector
         self.subscription_id = link.next_name("sub-")
         self._buffer: deque[Message] = deque()
         self._unsettled: dict[str | None, Message] = {}
@@ -94,8 +92,6 @@ class MessageConsumer(Closing):
             self.destination, self.prefetch, self.subscription
         )
         headers |= {"id": self.subscription_id, "ack": "client-individual"}
-        if self.selector is not None:
-            headers["selector"] = self.selector
         link.route(self.subscription_id, self.deliver)
         what = f"the subscription to {self.destination}"
         try:

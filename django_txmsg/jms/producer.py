@@ -42,8 +42,6 @@ class MessageProducer(Closing):
         # The number of the last asynchronous send, among those of the session.
         self._last = 0
         self.delivery = DEFAULT
-        #: Default headers of every message.
-        self.properties: dict[str, str] = {}
         self._closed = False
 
     # -- the three ways to send ---------------------------------------------------
@@ -222,9 +220,7 @@ class MessageProducer(Closing):
         if not isinstance(message, Message):
             raise MessageFormatError(f"Send a jms.Message, not {message!r}.")
         target = self._target(destination)
-        return self.session.encode(
-            target, message, delivery or self.delivery, self.properties
-        )
+        return self.session.encode(target, message, delivery or self.delivery)
 
     def _target(self, destination: str | Destination | None) -> Destination:
         if self.destination is None:

@@ -9,10 +9,8 @@ order in which the frames are written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache, partial
-from types import MappingProxyType
 
 from . import completion, frames
 from .delivery import DEFAULT, Delivery, Encoded, new_id
@@ -34,16 +32,12 @@ def _address_lines(dialect: Dialect, target: Destination) -> bytes:
 class SendingSession(Closing):
     """The part of a session that producers and batches use."""
 
-    def __init__(
-        self, connection: Liveness, *, transacted: bool, max_in_flight: int | None
-    ) -> None:
+    def __init__(self, connection: Liveness, *, transacted: bool) -> None:
         """Create a session of this connection, without writing to the broker."""
-        link, options = connection.link, connection.link.options
         self.connection = connection
-        self.link = link
+        self.link = link = connection.link
         self.transacted = transacted
-        self.max_in_flight = max_in_flight or options.max_in_flight
-        self.sends = Sends(link, self.max_in_flight, options.max_in_flight_bytes)
+        self.sends = Sends(link)
         #: Whether it accepts no more sends.
         self.closing = False
         self._address_lines = lru_cache(1000)(partial(_address_lines, link.dialect))
@@ -83,21 +77,15 @@ class SendingSession(Closing):
     # -- sending ------------------------------------------------------------------
 
     def encode(
-        self,
-        target: Destination,
-        message: Message,
-        delivery: Delivery,
-        properties: Mapping[str, str] = MappingProxyType({}),
+        self, target: Destination, message: Message, delivery: Delivery
     ) -> Encoded:
         """Check a message for every error, before the session writes a byte. Return the
-        message's encoded frame. ``properties`` are default headers.
+        message's encoded frame.
 
         Raises ``InvalidDestinationError``, ``MessageFormatError``,
         ``MessageNotAccessibleError`` or ``UnsupportedOperationError``.
         """
         application = message.headers
-        if properties:
-            application = {**properties, **application}
         if not RESERVED_HEADERS.isdisjoint(application):
             names = ", ".join(sorted(RESERVED_HEADERS.intersection(application)))
             raise MessageFormatError(

@@ -123,12 +123,12 @@ class Sends:
     returned. So a slow listener slows down the senders, and does not fill the memory.
     """
 
-    def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
-        """Limit in-flight messages and bytes."""
+    def __init__(self, link: Link) -> None:
+        """Limit in-flight messages and bytes as the connection's options say."""
         self._link = link
-        self._messages = messages
-        self._max_bytes = max_bytes
-        self._most_uncompleted = _UNCOMPLETED_WINDOWS * messages
+        self._messages = link.options.max_in_flight
+        self._max_bytes = link.options.max_in_flight_bytes
+        self._most_uncompleted = _UNCOMPLETED_WINDOWS * self._messages
         self._uncompleted_bytes = 0
         self._in_flight_bytes = 0
         #: Sends without an outcome.

@@ -39,12 +39,11 @@ class Session(SendingSession):
         *,
         transacted: bool,
         ack_mode: AckMode,
-        max_in_flight: int | None,
         on_closed: Callable[[Session], None],
     ) -> None:
         """Create a session of this connection, without writing to the broker.
         ``on_closed`` is called when the session is closed."""
-        super().__init__(connection, transacted=transacted, max_in_flight=max_in_flight)
+        super().__init__(connection, transacted=transacted)
         self.ack_mode = ack_mode
         self._on_closed = on_closed
         self._closed = False
@@ -69,7 +68,6 @@ class Session(SendingSession):
         *,
         prefetch: int = 10,
         subscription: str | None = None,
-        selector: str | None = None,
         timeout: float | None = None,
     ) -> MessageConsumer:
         """Subscribe to a destination, and return the consumer after the broker has
@@ -85,7 +83,6 @@ class Session(SendingSession):
             destinations.parse(destination),
             prefetch,
             subscription,
-            selector,
             on_received=self._received,
             on_closed=self._consumer_closed,
         )

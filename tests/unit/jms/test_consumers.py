@@ -347,12 +347,6 @@ def test_a_durable_subscription_needs_a_topic_and_where_so_a_client_id(
         session.create_consumer("topic:news", subscription="mine")
 
 
-def test_a_selector_is_passed_on(broker: ScriptedBroker, session: jms.Session) -> None:
-    session.create_consumer("in", selector="colour = 'red'")
-
-    assert broker.received("SUBSCRIBE")[0]["selector"] == "colour = 'red'"
-
-
 def test_closing_a_consumer_gives_its_messages_back(
     broker: ScriptedBroker, session: jms.Session
 ) -> None:

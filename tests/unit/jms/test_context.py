@@ -14,7 +14,7 @@ def test_a_context_sends_receives_acknowledges_and_recovers(
     broker: ScriptedBroker,
 ) -> None:
     with jms.ConnectionFactory(broker.url).create_context() as context:
-        context.create_producer().set_property("a", "b").send(DESTINATION, "x")
+        context.create_producer().send(DESTINATION, jms.Message("x", {"a": "b"}))
         consumer = context.create_consumer(DESTINATION, prefetch=1)
         context.stop()
         assert consumer.receive(0.05) is None
@@ -43,15 +43,6 @@ def test_a_transacted_context_commits_and_rolls_back(broker: ScriptedBroker) -> 
         producer.send(DESTINATION, "left open")
 
     assert [m.body for m in broker.stored(ADDRESS)] == [b"committed"]
-
-
-def test_a_property_does_not_replace_a_messages_own(broker: ScriptedBroker) -> None:
-    with jms.ConnectionFactory(broker.url).create_context() as context:
-        producer = context.create_producer().set_property("h", "default")
-        producer.send(DESTINATION, jms.Message("x", {"h": "own"}))
-        producer.send(DESTINATION, jms.Message("y"))
-
-    assert [f["h"] for f in broker.received("SEND")] == ["own", "default"]
 
 
 def test_producers_sessions_and_consumers_are_context_managers(
