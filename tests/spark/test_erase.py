@@ -15,6 +15,7 @@ from django_txmsg import wire
 from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.erase import (
+    RELATIONS,
     erase_rows,
     erase_tails,
     messages_named,
@@ -105,7 +106,7 @@ def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> 
     connection = connect_plain(log.spec)
     assert messages_named(connection, [PERSON], []) == {str(last)}
     one = str({"before": before, "last": last}[erased])
-    erase_rows(connection, "inbox", [one], dry_run=False)
+    erase_rows(connection, RELATIONS["inbox"], [one], dry_run=False)
     found = log.rows(
         "SELECT waits_for, lease_token, due_at, headers FROM django_txmsg_inboxmessage"
     )
@@ -320,7 +321,7 @@ def test_queued_messages_and_task_results_are_erased(
     ids = sorted(messages_named(connection, [HOSTILE], [HOSTILE]))
     erased: dict[str, int] = {}
     for name in ("attempts", "inbox", "outbox"):
-        erased |= erase_rows(connection, name, ids, dry_run=False)
+        erased |= erase_rows(connection, RELATIONS[name], ids, dry_run=False)
     connection.close()
 
     assert ids == sorted(map(str, (keyed, correlated)))

@@ -106,13 +106,16 @@ def messages_named(
 
 
 def erase_rows(
-    connection: Connection, name: str, ids: Sequence[str], *, dry_run: bool
-) -> dict[str, int]:
-    """Delete the rows of these messages from the database tables that correspond to the
-    lake's table `name`. In a dry run, only count them. Returns the number of rows by
-    database table."""
+    connection: Connection, relations: Sequence[str], ids: Sequence[str], *,
+    dry_run: bool,
+) -> dict[str, int]:  # fmt: skip
+    """Delete the rows of these messages from the given database tables. In a dry run,
+    only count them. Returns the number of rows by database table.
+
+    For `RESPONSES`, `ids` are sessions: the stored responses to their requests are
+    emptied. The idempotency keys stay, so no request is executed again."""
     counts: dict[str, int] = {}
-    for relation in RELATIONS[name]:
+    for relation in relations:
         counts[relation] = 0
         for part in _slices(ids):
             where = _where(connection, relation, part)
@@ -122,37 +125,23 @@ def erase_rows(
     return counts
 
 
-def erase_queued(connection: Connection, ids: Sequence[str], *, dry_run: bool) -> int:
-    """Delete these messages from the queues of the embedded broker, or count them in a
-    dry run."""
-    return sum(
-        _changed(connection, dry_run, _QUEUE, _where(connection, _QUEUE, part))
-        for part in _slices(ids)
-    )
-
-
 def erase_tails(connection: Connection, keys: Sequence[str], *, dry_run: bool) -> int:
     """Delete the relay's records of these keys, or count them in a dry run. After that,
     a later message with such a key has no predecessor."""
-    return sum(
-        _changed(connection, dry_run, _TAILS, '"key" = %s', [key]) for key in keys
-    )
+    return sum(_changed(connection, dry_run, _TAILS, '"key" = %s', key) for key in keys)
 
 
 def _changed(
-    connection: Connection,
-    dry_run: bool,
-    relation: str,
-    where: str,
-    values: Sequence[Any] = (),
-    change: str = "",
+    connection: Connection, dry_run: bool, relation: str, where: str, *values: Any
 ) -> int:
-    """Delete the rows that match a condition, or change them by the statement `change`.
-    In a dry run, only count them. Returns their number."""
+    """Delete the rows that match a condition, or empty them if they are responses. In a
+    dry run, only count them. Returns their number."""
     if dry_run:
         sql = f"SELECT count(*) FROM {relation} WHERE {where}"
         return int(connection.value(sql, *values))
-    change = change or f"DELETE FROM {relation}"
+    change = f"DELETE FROM {relation}"
+    if relation == RESPONSES:
+        change = f"UPDATE {relation} SET body = NULL, headers = '[]'"
     return connection.execute(f"{change} WHERE {where}", *values)
 
 
@@ -189,21 +178,6 @@ def sessions_of(connection: Connection, ids: Sequence[str]) -> set[str]:
     return found
 
 
-def erase_responses(
-    connection: Connection, sessions: Sequence[str], *, dry_run: bool
-) -> int:
-    """Empty the stored responses to the requests of these sessions. Returns their
-    number. The idempotency keys stay, so no request is executed again."""
-    count = 0
-    change = f"UPDATE {RESPONSES} SET body = NULL, headers = '[]'"
-    for part in _slices(sessions):
-        where = f"session_id IN ({', '.join(['%s'] * len(part))})"
-        where += " AND (body IS NOT NULL OR headers <> '[]')"
-        values = list(map(uuid.UUID, part))
-        count += _changed(connection, dry_run, RESPONSES, where, values, change)
-    return count
-
-
 def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
     # Literals of parsed ids, never of a user's text.
     texts = [str(uuid.UUID(one)) for one in ids]
@@ -212,6 +186,8 @@ def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
     listed = ", ".join(f"'{one}'" for one in texts)
     if relation == _QUEUE:
         return f"{_header(connection, wire.MESSAGE_ID)} IN ({listed})"
+    if relation == RESPONSES:
+        return f"session_id IN ({listed}) AND (body IS NOT NULL OR headers <> '[]')"
     if relation in _OF_A_RUN:
         # An open run is needed until it ends.
         ended = f"SELECT id FROM {_RUN} WHERE ended_at IS NOT NULL"
@@ -448,19 +424,21 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
         sessions = _sessions_in(lake, spark, services, ids) if lake and ids else set()
         sessions = sessions.union(*(sessions_of(one, ids) for one in databases))
         for connection in databases:
-            done.database[RESPONSES] += erase_responses(
-                connection, sorted(sessions), dry_run=given.dry_run
+            done.database.update(
+                erase_rows(
+                    connection, (RESPONSES,), sorted(sessions), dry_run=given.dry_run
+                )
             )
         for connection in brokers:
-            done.database[_QUEUE] += erase_queued(
-                connection, ids, dry_run=given.dry_run
+            done.database.update(
+                erase_rows(connection, (_QUEUE,), ids, dry_run=given.dry_run)
             )
         for name in RELATIONS:
             for service, connection in zip(services, databases, strict=True):
                 if lake is not None:
                     _from_lake(spark, lake, name, service, ids, given.dry_run, done)
                 done.database.update(
-                    erase_rows(connection, name, ids, dry_run=given.dry_run)
+                    erase_rows(connection, RELATIONS[name], ids, dry_run=given.dry_run)
                 )
         for connection in databases:
             done.database[_TAILS] += erase_tails(
