@@ -409,8 +409,6 @@ def senders(sent: DataFrame) -> DataFrame:
     )
 
 
-#: The version of the fingerprint's definition: groups of different versions do not mix.
-RECIPE = "s1"
 #: Parts of the period for which a group's dead letters are counted.
 BUCKETS = 24
 
@@ -419,28 +417,12 @@ GROUPS = struct_of(
     "letters long, open long, first_seen timestamp, last_seen timestamp"
 ).add("growth", t.ArrayType(t.LongType()))
 
-_UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
-
-
-def with_fingerprint(letters: DataFrame) -> DataFrame:
-    """Add the column `group`. It contains the fingerprint that the service has stored.
-    If the service has stored none, the fingerprint is computed from the reason, the
-    stage and the exception's text without ids and numbers."""
-    masked = sf.regexp_replace("exception", _UUID, "#")
-    masked = sf.regexp_replace(masked, r"0x[0-9a-fA-F]+|\d+", "#")
-    made = sf.concat(
-        sf.lit(f"{RECIPE}-"),
-        sf.substring(sf.sha2(sf.concat_ws("|", "reason", "stage", masked), 256), 1, 16),
-    )
-    stored = sf.col("fingerprint")
-    return letters.withColumn("group", sf.when(stored != "", stored).otherwise(made))
-
 
 def groups(letters: DataFrame) -> DataFrame:
     """Return GROUPS rows: the dead letters by fingerprint, service, stage and reason.
     The column `growth` has the number of dead letters in each of BUCKETS equal parts
     of the period."""
-    marked = with_fingerprint(letters)
+    marked = letters.withColumnRenamed("fingerprint", "group")
     # Over all groups, so that their small charts share an axis.
     ends = marked.agg(
         sf.unix_micros(sf.min("created_at")).alias("low"),
