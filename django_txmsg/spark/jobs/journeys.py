@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, astuple, dataclass, replace
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -64,17 +63,6 @@ from .reading import WholeLog, day_of
 VERSION = 7
 #: Operations of the Delta library that do not change a table's content.
 _HARMLESS = frozenset(["ADD COLUMN", "OPTIMIZE", "VACUUM START", "VACUUM END"])
-
-
-class Standing(Enum):
-    """Whether a run can use the existing journeys."""
-
-    GOOD = "good"
-    REBUILD = "rebuild"
-    OTHER = "other"
-    """They belong to more services, or contain more than the queried databases: a
-    replica that lags behind, or a backup whose archive has not run yet. They are left
-    alone."""
 
 
 @dataclass(frozen=True)
@@ -161,27 +149,31 @@ def _newest_first(delta: DeltaTable) -> Iterator[dict[str, Any]]:
         seen, wanted = wanted, 8 * wanted
 
 
-def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
-    """Return whether a run can use the journeys, must rebuild them, or must leave them
-    alone. `known` are the batches in the journeys, and `present` those in the
-    archive."""
+def stands(log: WholeLog, known: Tables, present: Tables) -> Tables | None:
+    """Return the batches of the journeys that a run can build on. `known` are the
+    batches in the journeys, and `present` those in the archive. Returns {} if the run
+    must rebuild the journeys.
+
+    Returns None if the run must leave the journeys alone. They belong to more services,
+    or contain more than the queried databases: a replica that lags behind, or a backup
+    whose archive has not run yet."""
     if not known:
-        return Standing.REBUILD
+        return {}
     ours = {one.service for one in log.live}
     theirs = {service for one in known.values() for service in one.batches}
     if ours != theirs:
-        return Standing.OTHER if ours < theirs else Standing.REBUILD
-    standing = Standing.GOOD
+        return None if ours < theirs else {}
+    usable: Tables | None = known
     for name, now in present.items():
         then = known[name]
         if not any(then.batches.values()):
             continue
         delta, _ = log.files_of(name)
         if delta is None or then.lake_id != now.lake_id or not _as_it_was(delta, then):
-            return Standing.REBUILD
+            return {}
         if any(then.batches[one] > now.batches[one] for one in ours):
-            standing = Standing.OTHER
-    return standing
+            usable = None
+    return usable
 
 
 def _as_it_was(delta: DeltaTable, then: Looked) -> bool:
@@ -272,12 +264,10 @@ class Journeys:
             return
         self.delta = delta
         self.named = self.place.named(delta, self.service)
-        known = brought(delta, self.service)
-        standing = stands(self.log, known, present)
-        if standing is Standing.OTHER:
+        known = stands(self.log, brought(delta, self.service), present)
+        if known is None:
             return
-        if standing is Standing.GOOD:
-            self.through = self.goal = known
+        self.through = self.goal = known
         if keep and batches(present) != batches(self.through):
             self.goal = present
         self._count(())
