@@ -45,7 +45,7 @@ class LakeTable:
         self.files = place.files
         self.root = f"{place.root}/{name}"
         self.uri = place.delta(name)
-        self.options = dict(place.options) or None
+        self.options = dict(place.spec.storage_options) or None
 
     def load(self) -> DeltaTable | None:
         """Return the current version of the table. Returns None if the table does not
@@ -185,7 +185,7 @@ class LakeTable:
         if delta is None:
             return []
         actions = pa.table(delta.get_add_actions(flatten=True)).to_pylist()
-        found = [_named(row, self.place.former) for row in actions]
+        found = [_named(row, self.place.spec.former) for row in actions]
         return [one for one in found if not service or one.service == service]
 
     def of_batches(self, service: str, after: int, until: int) -> list[LakeFile]:

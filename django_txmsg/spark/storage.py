@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -37,14 +37,13 @@ _S3 = {
 @dataclass(frozen=True)
 class Place:
     """The root of a lake. pyarrow needs a file system and a path, the Delta library a
-    URI and options."""
+    URI and the options of `spec`."""
 
     files: fs.FileSystem
     root: str
     uri: str
-    options: Mapping[str, str]
+    spec: LakeSpec
     local: bool
-    former: Mapping[str, str] = field(default_factory=dict)
 
     def delta(self, name: str) -> str:
         """Return the URI of a table for the Delta library."""
@@ -55,7 +54,8 @@ class Place:
     def names(self, service: str) -> list[str]:
         """Return all names under which a service has archived: its present name, then
         former ones."""
-        return [service, *(old for old in self.former if self.former[old] == service)]
+        former = self.spec.former
+        return [service, *(old for old in former if former[old] == service)]
 
     def insist(self) -> None:
         """Raise EnvironmentFault unless the lake exists. Call this before creating a
@@ -71,58 +71,47 @@ def place_of(spec: LakeSpec) -> Place:
     """Return the location of a lake. Raises EnvironmentFault for an invalid address,
     and for an address that pyarrow and the Delta library might interpret
     differently."""
-    return replace(_place_of(spec), former=spec.former)
-
-
-def _place_of(spec: LakeSpec) -> Place:
-    options = dict(spec.storage_options)
     if spec.uri.startswith("/"):
-        return _local(spec.uri, spec.uri, options)
+        return _local(spec.uri, spec)
     parts = urlsplit(spec.uri)
     if not parts.scheme:
         raise EnvironmentFault(
             f"The lake's address {spec.uri!r} is not understood. Give an absolute path "
             "or a URI such as file:///var/lake."
         )
-    if parts.query or parts.fragment:
+    if parts.query or parts.fragment or "@" in parts.netloc:
+        # The text does not contain the address, which may contain a password.
         raise EnvironmentFault(
-            f"The lake's address {parts.scheme}://{parts.netloc}{parts.path} has a "
-            "query or a fragment behind it, which becomes part of no table's address: "
-            'options belong in STORAGE_OPTIONS of TXMSG["LAKE"], or into the '
-            "environment."
-        )
-    if "@" in parts.netloc:
-        raise EnvironmentFault(
-            "The lake's address contains credentials, and it is recorded: "
-            'they belong in STORAGE_OPTIONS of TXMSG["LAKE"], or into the '
-            "environment."
+            "The lake's address contains credentials, a query or a fragment, and it is "
+            "recorded. Credentials and options belong in STORAGE_OPTIONS of "
+            'TXMSG["LAKE"], or into the environment.'
         )
     if parts.scheme == "file":
-        return _local(unquote(parts.path), spec.uri, options)
+        return _local(unquote(parts.path), spec)
     uri = spec.uri.rstrip("/")
     if parts.scheme in ("s3", "s3a"):
         # This name works for pyarrow and the Delta library; Hadoop has another.
         uri = "s3://" + uri.partition("://")[2]
         path = unquote(f"{parts.netloc}{parts.path}").rstrip("/")
-        return Place(_s3(options), path, uri, options, local=False)
+        return Place(_s3(spec.storage_options), path, uri, spec, local=False)
     try:
         files, path = fs.FileSystem.from_uri(uri)
     except (pa.ArrowInvalid, OSError) as error:
         raise EnvironmentFault(
             f"The lake's address {spec.uri!r} is not understood: {error}."
         ) from error
-    return Place(files, path.rstrip("/"), uri, options, local=False)
+    return Place(files, path.rstrip("/"), uri, spec, local=False)
 
 
-def _local(path: str, given: str, options: Mapping[str, str]) -> Place:
+def _local(path: str, spec: LakeSpec) -> Place:
     if re.search(r"%[0-9A-Fa-f]{2}|\\", path):
         raise EnvironmentFault(
-            f"The lake's address {given!r} means the path {path!r}, and the log of a "
-            "table cannot lie where a path has a backslash or a percent sign before "
+            f"The lake's address {spec.uri!r} means the path {path!r}, and the log of "
+            "a table cannot lie where a path has a backslash or a percent sign before "
             "two digits. Name another place."
         )
     root = path.rstrip("/")
-    return Place(fs.LocalFileSystem(), root, f"file://{root}", options, local=True)
+    return Place(fs.LocalFileSystem(), root, f"file://{root}", spec, local=True)
 
 
 def _s3(options: Mapping[str, str]) -> fs.FileSystem:

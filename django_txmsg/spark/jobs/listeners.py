@@ -328,7 +328,7 @@ def kept_listeners(lake: Lake) -> list[Listener]:
     rows = [Listener(**row) for batch in batches for row in batch.to_pylist()]
     for number, one in enumerate(rows):
         service, _, stage = one.consumer.partition("/")
-        present = lake.place.former.get(service, service)
+        present = lake.spec.former.get(service, service)
         rows[number] = replace(one, consumer=f"{present}/{stage}")
     return known_listeners(rows)
 
