@@ -294,12 +294,9 @@ def rows_of(
     files: fs.FileSystem,
     path: str,
     names: Sequence[str] | None = None,
-    *,
-    lenient: bool = False,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a file in batches of limited size, with the columns `names` in
-    this order, or all columns. With `lenient`, columns that the file does not have are
-    left out.
+    this order, or all columns. Columns that the file does not have are left out.
 
     Raises SpoiltFile if the file is missing, or if its bytes have changed since it was
     written.
@@ -307,7 +304,7 @@ def rows_of(
     try:
         with files.open_input_file(path) as stream:
             parquet = pq.ParquetFile(stream, page_checksum_verification=True)
-            if lenient and names is not None:
+            if names is not None:
                 names = [one for one in names if one in parquet.schema_arrow.names]
             for group in range(parquet.num_row_groups):
                 described = parquet.metadata.row_group(group)
@@ -356,7 +353,7 @@ def rows_as(
     for one in named:
         constants = {"service": one.service, "day": one.day}
         path = f"{root}/{one.path}"
-        for batch in rows_of(files, path, wanted or _ANY, lenient=True):
+        for batch in rows_of(files, path, wanted or _ANY):
             arrays = []
             for column in schema:
                 place = batch.schema.get_field_index(column.name)
