@@ -20,7 +20,8 @@ from urllib.parse import unquote
 import deltalake
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction
-from deltalake.exceptions import CommitFailedError, TableNotFoundError
+from deltalake.exceptions import CommitFailedError as CommitFailedError
+from deltalake.exceptions import TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 from pyarrow import fs
 from pyspark.sql import DataFrame, SparkSession
@@ -352,9 +353,6 @@ def touched(files: Iterable[LakeFile]) -> list[list[int]]:
 def app_name(job: str, service: str, table: str) -> str:
     """Return the name under which a job commits to a table."""
     return f"txmsg-{job}/{service}/{table}"
-
-
-__all__ = ["CommitFailedError", "LakeTable", "app_name"]
 
 
 class NoLake(EnvironmentFault):
