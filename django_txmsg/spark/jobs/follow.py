@@ -422,7 +422,6 @@ class Follower:
 
 def _say(line: str) -> None:
     sys.stderr.write(f"follow: {line}\n")
-    sys.stderr.flush()
 
 
 def follow_command(

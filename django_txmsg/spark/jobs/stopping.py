@@ -54,5 +54,4 @@ def _end(done: Future[None], last: Callable[[], None]) -> None:
     if not done.done():
         last()
         sys.stderr.write(f"follow: stopped without an answer after {PATIENCE:g} s.\n")
-        sys.stderr.flush()
         os._exit(0)

@@ -202,7 +202,6 @@ class LogStream(DataSourceStreamReader):
             )
         if seconds > TELL_AFTER:
             sys.stderr.write(f"{what}\n")
-            sys.stderr.flush()
 
     def _insist_on_own_rows(self) -> None:
         """Raise EnvironmentFault if rows were restored from a dump. Their transaction
