@@ -18,8 +18,8 @@ from typing import Any
 
 from ..rules import inbox, outbox
 from ..webhook import Webhook, alert_message
-from .connection import Connection
-from .databases import open_database, read_instant
+from .connection import Connection, read_instant
+from .databases import open_database
 from .noted import REAL
 from .spec import SourceSpec, hidden
 

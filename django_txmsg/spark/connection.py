@@ -5,6 +5,7 @@ rows wait."""
 from __future__ import annotations
 
 import datetime as dt
+import json
 import re
 import sqlite3
 import uuid
@@ -16,7 +17,6 @@ from typing import Any
 
 import psycopg
 
-from .databases import instant_text, read_instant
 from .errors import EnvironmentFault
 from .spec import SourceSpec
 
@@ -110,6 +110,37 @@ def _stored(value: Any) -> Any:
     return value
 
 
+def utc(value: dt.datetime) -> dt.datetime:
+    """Return an instant in UTC. A naive instant is taken as UTC, because Spark passes
+    such instants."""
+    if value.tzinfo is None:
+        return value.replace(tzinfo=dt.timezone.utc)
+    return value.astimezone(dt.timezone.utc)
+
+
+def instant_text(value: dt.datetime, *, upper: bool) -> str:
+    """Return an instant as text, in the format in which Django stores it in SQLite.
+    With `upper`, the text has all six digits of the fraction of a second. Otherwise
+    trailing zeros of the fraction are omitted."""
+    naive = utc(value).replace(tzinfo=None)
+    text = naive.isoformat(sep=" ", timespec="microseconds")
+    return text if upper else text.rstrip("0").rstrip(".")
+
+
+def read_instant(value: Any) -> Any:
+    """Return an instant from a query result. Text from SQLite is parsed. A value from
+    PostgreSQL is returned unchanged."""
+    if isinstance(value, str):
+        return dt.datetime.fromisoformat(value).replace(tzinfo=dt.timezone.utc)
+    return value
+
+
+def read_json(value: Any) -> Any:
+    """Return JSON from a query result. Text from SQLite is parsed. A value from
+    PostgreSQL is returned unchanged."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
 def connect_plain(spec: SourceSpec) -> Connection:
     """Connect to a service's database. Raises EnvironmentFault if that fails."""
     return Connection(connect(spec), spec.vendor, spec.shown)
@@ -118,6 +149,8 @@ def connect_plain(spec: SourceSpec) -> Connection:
 def connect(spec: SourceSpec) -> Any:
     """Return a driver's connection in autocommit mode."""
     if spec.vendor == "sqlite":
+        # A reader must be able to write, too, because SQLite may have to roll back the
+        # transaction of a killed process.
         if not Path(spec.path).is_file():
             raise EnvironmentFault(f"There is no SQLite database at {spec.path}.")
         return sqlite3.connect(
@@ -134,14 +167,12 @@ def connect(spec: SourceSpec) -> Any:
 
 def _advice(error: Exception) -> str:
     text = str(error)
-    if not re.search("does not exist|no such table|no such column", text):
+    missing = re.search("does not exist|no such table|no such column", text)
+    if not missing or not re.search("django_txmsg_|_xid", text):
         return ""
-    if re.search("_(archivemark|pipelinerun|stagedmessage|storedrun|xid)", text):
-        return (
-            " The pipeline's tables and columns come with its app: add "
-            '"django_txmsg.spark" to INSTALLED_APPS and run `manage.py migrate` there.'
-        )
-    return " Run `manage.py migrate` there." if "django_txmsg_" in text else ""
+    return (
+        " With \"django_txmsg.spark\" in INSTALLED_APPS, run `manage.py migrate` there."
+    )
 
 
 @dataclass(frozen=True)

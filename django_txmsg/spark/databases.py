@@ -16,22 +16,21 @@ converted to the types that PostgreSQL returns.
 from __future__ import annotations
 
 import datetime as dt
-import json
 import re
 import sqlite3
 import uuid
-from abc import ABC, abstractmethod
 from binascii import hexlify
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from .connection import connect, connect_plain, instant_text, utc
 from .errors import EnvironmentFault
 from .schemas import Column, Table
 from .spec import SourceSpec
@@ -52,77 +51,30 @@ SQLITE_BYTES = 16 << 20
 
 def open_database(spec: SourceSpec) -> Database:
     """Return the database of a service, without connecting."""
-    if spec.vendor == "postgresql":
-        return Postgres(spec.conninfo())
-    return Sqlite(spec.path)
+    return Database(spec.resolved())
 
 
-class Database(ABC):
-    """A database with a message log."""
+@dataclass(frozen=True)
+class Database:
+    """A database with a message log. It is only read, not written."""
 
-    vendor: str
-
-    @abstractmethod
-    def connected(self, snapshot: str = "") -> AbstractContextManager[Read]:
-        """Open a connection for several reads. With `snapshot`, all of these reads see
-        that snapshot."""
-
-    def read(
-        self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield rows through a connection that is opened for this read."""
-        with self.connected(snapshot) as read:
-            yield from read(table, columns, where)
-
-    @abstractmethod
-    def sample(self, table: Table) -> list[int]:
-        """Return a sample of the ids in a table. The more rows an id range has, the
-        more of its ids are in the sample."""
-
-    @abstractmethod
-    def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return an instant as an SQL literal that a column can be compared with. Pass
-        upper=True if the operator is < or <=."""
-
-    @abstractmethod
-    def uuid(self, value: str) -> str:
-        """Return an SQL literal for the UUID `value`. Raises ValueError if `value` is
-        not a UUID."""
-
-
-def schema_of(columns: Sequence[Column]) -> pa.Schema:
-    """Return the Arrow schema of `columns`."""
-    return pa.schema([one.arrow for one in columns])
-
-
-def utc(value: dt.datetime) -> dt.datetime:
-    """Return an instant in UTC. A naive instant is taken as UTC, because Spark passes
-    such instants."""
-    if value.tzinfo is None:
-        return value.replace(tzinfo=dt.timezone.utc)
-    return value.astimezone(dt.timezone.utc)
-
-
-class Postgres(Database):
-    """A PostgreSQL database. Its libpq address includes the password."""
-
-    vendor = "postgresql"
-
-    def __init__(self, conninfo: str) -> None:
-        self.conninfo = conninfo
-
-    def __repr__(self) -> str:
-        return "Postgres(…)"  # the address may hold a password
+    spec: SourceSpec
 
     @contextmanager
     def connected(self, snapshot: str = "") -> Iterator[Read]:
         """Open a connection for several reads. With `snapshot`, all of these reads see
-        that exported snapshot."""
+        that exported snapshot of PostgreSQL. A snapshot of SQLite is a separate
+        database file, so the argument is ignored there."""
+        if self.spec.vendor == "sqlite":
+            with closing(connect(self.spec)) as file:
+                file.execute("PRAGMA query_only = ON")
+                yield partial(read_rows, file)
+            return
         from adbc_driver_postgresql import dbapi
 
         # No transaction may stay open between two reads.
         with (
-            dbapi.connect(self.conninfo, autocommit=not snapshot) as connection,
+            dbapi.connect(self.spec.conninfo(), autocommit=not snapshot) as connection,
             connection.cursor() as cursor,
         ):
             if snapshot:
@@ -136,25 +88,49 @@ class Postgres(Database):
             )
             yield partial(_read_rows, cursor)
 
-    def sample(self, table: Table) -> list[int]:
-        """Return a sample of the ids in a table, read from blocks all over it."""
-        import psycopg
+    def read(
+        self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield rows through a connection that is opened for this read."""
+        with self.connected(snapshot) as read:
+            yield from read(table, columns, where)
 
-        with psycopg.connect(self.conninfo, autocommit=True) as connection:
-            rows = connection.execute(
-                f"SELECT id FROM {table.relation} TABLESAMPLE SYSTEM ((SELECT"
-                f" least(100, {SAMPLED}.0 * 100 * current_setting('block_size')::int"
+    def sample(self, table: Table) -> list[int]:
+        """Return a sample of the ids in a table, read from blocks all over it. The more
+        rows an id range has, the more of its ids are in the sample. On SQLite, it
+        consists of all ids, from an index."""
+        sql = f"SELECT id FROM {table.relation}"
+        if self.spec.vendor == "postgresql":
+            sql += (
+                f" TABLESAMPLE SYSTEM ((SELECT least(100, {SAMPLED}.0 * 100"
+                " * current_setting('block_size')::int"
                 f" / greatest(1, pg_relation_size('{table.relation}')))))"
-            ).fetchall()
-        return [one for (one,) in rows]
+            )
+        with closing(connect_plain(self.spec)) as connection:
+            return [one for (one,) in connection.rows(sql)]
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return a timestamptz literal. It is exact, so `upper` makes no difference."""
+        """Return an instant as an SQL literal that a column can be compared with. Pass
+        upper=True if the operator is < or <=.
+
+        SQLite compares instants as text. Some stored instants end with zeros, and
+        others omit these zeros. So the literal is the shortest text of the instant, or
+        its longest one if `upper` is true."""
+        if self.spec.vendor == "sqlite":
+            return f"'{instant_text(value, upper=upper)}'"
         return f"'{utc(value).isoformat(timespec='microseconds')}'::timestamptz"
 
     def uuid(self, value: str) -> str:
-        """Return a uuid literal. Raises ValueError if `value` is not a UUID."""
+        """Return an SQL literal for the UUID `value`, in the form in which Django
+        stores UUIDs. Raises ValueError if `value` is not a UUID."""
+        if self.spec.vendor == "sqlite":
+            return f"'{uuid.UUID(value).hex}'"
         return f"'{uuid.UUID(value)}'::uuid"
+
+
+def schema_of(columns: Sequence[Column]) -> pa.Schema:
+    """Return the Arrow schema of `columns`."""
+    return pa.schema([one.arrow for one in columns])
 
 
 def _read_rows(
@@ -227,73 +203,6 @@ def _validity(values: pa.Array) -> pa.Buffer | None:
     return pc.is_valid(values).buffers()[1] if values.null_count else None
 
 
-class Sqlite(Database):
-    """An SQLite database file. It is only read, not written."""
-
-    vendor = "sqlite"
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    @contextmanager
-    def connected(self, snapshot: str = "") -> Iterator[Read]:
-        """Open a connection for several reads. Each sees a consistent state of the
-        database. A snapshot of SQLite is a separate database file, so the argument
-        `snapshot` is ignored."""
-        with closing(connect_reading(self.path)) as connection:
-            yield partial(read_rows, connection)
-
-    def sample(self, table: Table) -> list[int]:
-        """Return all ids of a table, from an index."""
-        with closing(connect_reading(self.path)) as connection:
-            rows = connection.execute(f"SELECT id FROM {table.relation}").fetchall()
-        return [one for (one,) in rows]
-
-    def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return a text literal. SQLite compares instants as text. Some stored instants
-        end with zeros, and others omit these zeros. So the literal is the shortest text
-        of the instant. If `upper` is true, it is the longest text of the instant."""
-        return f"'{instant_text(value, upper=upper)}'"
-
-    def uuid(self, value: str) -> str:
-        """Return the UUID `value` as an SQL string literal, in the form in which Django
-        stores UUIDs. Raises ValueError if `value` is not a UUID."""
-        return f"'{uuid.UUID(value).hex}'"
-
-
-def connect_reading(path: str) -> sqlite3.Connection:
-    """Connect to an existing database file. Statements cannot change it. The file is
-    still opened for writing, because SQLite may have to roll back the transaction of a
-    killed process."""
-    uri = f"{Path(path).absolute().as_uri()}?mode=rw"
-    connection = sqlite3.connect(uri, uri=True, timeout=60)
-    connection.execute("PRAGMA query_only = ON")
-    return connection
-
-
-def instant_text(value: dt.datetime, *, upper: bool) -> str:
-    """Return an instant as text, in the format in which Django stores it in SQLite.
-    With `upper`, the text has all six digits of the fraction of a second. Otherwise
-    trailing zeros of the fraction are omitted."""
-    naive = utc(value).replace(tzinfo=None)
-    text = naive.isoformat(sep=" ", timespec="microseconds")
-    return text if upper else text.rstrip("0").rstrip(".")
-
-
-def read_instant(value: Any) -> Any:
-    """Return an instant from a query result. Text from SQLite is parsed. A value from
-    PostgreSQL is returned unchanged."""
-    if isinstance(value, str):
-        return dt.datetime.fromisoformat(value).replace(tzinfo=dt.timezone.utc)
-    return value
-
-
-def read_json(value: Any) -> Any:
-    """Return JSON from a query result. Text from SQLite is parsed. A value from
-    PostgreSQL is returned unchanged."""
-    return json.loads(value) if isinstance(value, str) else value
-
-
 def read_rows(
     connection: sqlite3.Connection, table: Table, columns: Sequence[Column], where: str
 ) -> Iterator[pa.RecordBatch]:
@@ -319,26 +228,21 @@ def _decoded(
     connection: sqlite3.Connection, selected: str, chosen: str
 ) -> Iterator[Sequence[Any]]:
     """Yield rows. Raises EnvironmentFault if a text of a row is not UTF-8."""
-    read = 0
     try:
-        for row in connection.execute(f"SELECT {selected} {chosen}"):
-            yield row
-            read += 1
+        yield from connection.execute(f"SELECT {selected} {chosen}")
     except sqlite3.OperationalError as error:
         # Its message contains the text.
         known = re.match(r"Could not decode to UTF-8 column '(\w+)'", str(error))
         if known is None:
             raise
-        relation = chosen.split()[1]
-        # Before Python 3.11, the cursor is one row ahead.
-        near = connection.execute(
-            f"SELECT t.id, CAST(t.{known[1]} AS BLOB) {chosen} LIMIT 2 OFFSET {read}"
-        ).fetchall()
-        row_id = next((one for one, text in near if _damaged(text or b"")), "?")
+        connection.text_factory = bytes
+        texts = connection.execute(f"SELECT t.id, t.{known[1]} {chosen}")
+        # All of them: an unfinished statement would keep its lock.
+        damaged = [one for one, text in texts if _damaged(text or b"")]
         raise EnvironmentFault(
-            f"The column {known[1]} of the row {row_id} of {relation} is not UTF-8, so "
-            "no program can read it as text. Nothing is lost: replace the column's "
-            "value by SQL, and run again."
+            f"The column {known[1]} of the row {[*damaged, '?'][0]} of "
+            f"{chosen.split()[1]} is not UTF-8, so no program can read it as text. "
+            "Nothing is lost: replace the column's value by SQL, and run again."
         ) from None
 
 

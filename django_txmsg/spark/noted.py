@@ -15,8 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from .connection import connect_plain
-from .databases import read_instant, read_json
+from .connection import connect_plain, read_instant, read_json
 from .errors import UsageError
 from .spec import SourceSpec
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .batchlog import LostBatches, is_mounted
-from .connection import Connection, connect_plain
-from .databases import read_instant, read_json
+from .connection import Connection, connect_plain, read_instant, read_json
 from .errors import (
     EnvironmentFault,
     PipelineError,

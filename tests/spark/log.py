@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from django_txmsg.spark.connection import Connection, connect_plain
-from django_txmsg.spark.databases import instant_text
+from django_txmsg.spark.connection import Connection, connect_plain, instant_text
 from django_txmsg.spark.spec import SourceSpec
 
 UTC = dt.timezone.utc

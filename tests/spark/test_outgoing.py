@@ -20,7 +20,7 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg import wire
-from django_txmsg.spark.databases import read_json
+from django_txmsg.spark.connection import read_json
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.archive import ArchiveOptions
 from django_txmsg.spark.jobs.outgoing import ReplayOptions, choose

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
-from django_txmsg.spark.databases import read_json
+from django_txmsg.spark.connection import read_json
 from django_txmsg.spark.errors import EnvironmentFault, SpoiltFile, faults_told
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec

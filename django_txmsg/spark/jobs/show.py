@@ -111,7 +111,7 @@ def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _live(source: SourceSpec, table: Table, term: str) -> Iterator[dict[str, Any]]:
-    database = open_database(source.resolved())
+    database = open_database(source)
     columns = [one for one in table.columns if one.name not in _HEAVY]
     text = "'" + term.replace("'", "''") + "'"
     conditions = [f"{one.sql} = {text}" for one in columns if one.name in _KEYS[1:]]

@@ -133,7 +133,7 @@ class BatchReader(DataSourceReader):
             condition = _condition(one, self.table, self.database)
             if condition is not None:
                 self.conditions.append(condition)
-            if condition is None or self.database.vendor == "sqlite":
+            if condition is None or self.database.spec.vendor == "sqlite":
                 # Instants are text there, and their bounds a little wider.
                 yield one
 
