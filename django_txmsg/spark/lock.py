@@ -19,53 +19,6 @@ from .errors import EnvironmentFault
 from .spec import SourceSpec
 
 
-def archiving(
-    connection: Connection, spec: SourceSpec, table: str
-) -> AbstractContextManager[None]:
-    """Hold the archive lock of a table while the block runs. Raises Archiving, without
-    waiting, if another archiver holds the lock."""
-    refused = Archiving(
-        f"Another archive, sweep or erasure of {table} of {spec.service!r} is running: "
-        "wait for its end. The admin's list of pipeline runs shows who has started "
-        "it. (A transaction-pooling proxy breaks this lock: give the pipeline a direct "
-        "connection.)"
-    )
-    return _alone(connection, spec, f"archive/{table}", refused)
-
-
-def following(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
-    """Hold the lock of `follow` for a database while the block runs. Raises Taken,
-    without waiting, if another process holds the lock."""
-    return _alone(connection, spec, "follow", Taken())
-
-
-def keeping(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
-    """Hold the lock on a service's journeys while the block runs. Raises Taken, without
-    waiting, if another process holds the lock."""
-    taken = Taken(
-        f"Another run is updating the journeys of {spec.service!r}: wait for its end."
-    )
-    return _alone(connection, spec, "journeys", taken)
-
-
-def storing(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
-    """Prevent erasures while the block reads messages and stores them again. Raises
-    Taken, without waiting, if an erasure is running."""
-    taken = Taken(
-        f"An erasure of messages of {spec.service!r} is running: wait for its end."
-    )
-    return _alone(connection, spec, "erase", taken, shared=True)
-
-
-def erasure(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
-    """Prevent replays while the block erases messages. Raises Taken, without waiting,
-    if a replay is running."""
-    taken = Taken(
-        f"A replay of messages of {spec.service!r} is running: wait for its end."
-    )
-    return _alone(connection, spec, "erase", taken)
-
-
 class Archiving(EnvironmentFault):
     """Another archive or an erasure is running."""
 
@@ -74,18 +27,58 @@ class Taken(EnvironmentFault):
     """Another process holds the lock."""
 
 
+def archiving(
+    connection: Connection, spec: SourceSpec, table: str
+) -> AbstractContextManager[None]:
+    """Hold the archive lock of a table while the block runs. Raises Archiving, without
+    waiting, if another archiver holds the lock."""
+    what = f"Another archive, sweep or erasure of {table}"
+    return _alone(connection, spec, f"archive/{table}", what, Archiving)
+
+
+def following(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
+    """Hold the lock of `follow` for a database while the block runs. Raises Taken,
+    without waiting, if another process holds the lock."""
+    return _alone(connection, spec, "follow", "Another `follow`")
+
+
+def keeping(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
+    """Hold the lock on a service's journeys while the block runs. Raises Taken, without
+    waiting, if another process holds the lock."""
+    return _alone(connection, spec, "journeys", "An update of the journeys")
+
+
+def storing(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
+    """Prevent erasures while the block reads messages and stores them again. Raises
+    Taken, without waiting, if an erasure is running."""
+    what = "An erasure of messages"
+    return _alone(connection, spec, "erase", what, shared=True)
+
+
+def erasure(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
+    """Prevent replays while the block erases messages. Raises Taken, without waiting,
+    if a replay is running."""
+    return _alone(connection, spec, "erase", "A replay of messages")
+
+
 @contextmanager
 def _alone(
     connection: Connection,
     spec: SourceSpec,
     name: str,
-    refused: EnvironmentFault,
+    what: str,
+    refusal: type[EnvironmentFault] = Taken,
     *,
     shared: bool = False,
 ) -> Iterator[None]:
-    """Hold a lock while the block runs. Raises `refused`, without waiting, if another
-    process holds the lock. With `shared`, any number of processes may hold the lock
-    together."""
+    """Hold a lock while the block runs. Raises `refusal`, without waiting, if another
+    process holds the lock, because it does `what`. With `shared`, any number of
+    processes may hold the lock together."""
+    refused = refusal(
+        f"{what} of {spec.service!r} is running: wait for its end. The admin's list of "
+        "pipeline runs shows who has started it. (A transaction-pooling proxy breaks "
+        "this lock: give the pipeline a direct connection.)"
+    )
     if spec.vendor == "sqlite":
         suffix = "-".join(reversed(name.split("/")))  # outbox-archive
         path = f"{os.path.realpath(spec.path)}.{suffix}.lock"

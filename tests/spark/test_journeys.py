@@ -294,7 +294,7 @@ def test_two_runs_bring_the_same_batches_once(spark, make_log, lake: LakeSpec) -
             seen.append(catch_up(spark, spec))
             # Nobody erases or joins meanwhile, either.
             assert "journeys" not in run_sweep(spec, SweepOptions(), Run("sweep", {}))
-            with pytest.raises(EnvironmentFault, match="is updating the journeys"):
+            with pytest.raises(EnvironmentFault, match="An update of the journeys"):
                 run(spec, "erase", "--message-id", str(uuid.uuid4()))
 
     first = catch_up(spark, spec, on_step=beside)
