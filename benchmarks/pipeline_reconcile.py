@@ -23,7 +23,7 @@ from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
 from django_txmsg.spark.lake import Lake, app_name
 from django_txmsg.spark.lakefile import LakeFile, directory_of
-from django_txmsg.spark.marks import Marks
+from django_txmsg.spark.ledger import Marks
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.session import SparkProcess

@@ -19,8 +19,7 @@ from .connection import connect_plain
 from .errors import EnvironmentFault
 from .lake import CommitFailedError, Lake, NoLake, app_name
 from .lakefile import LakeFile
-from .ledger import Ledger
-from .marks import Mark, Marks
+from .ledger import Ledger, Mark, marks_in
 from .schemas import TABLES, Table
 from .spec import JobSpec, LakeSpec, SourceSpec
 
@@ -131,7 +130,7 @@ def is_mounted(spec: JobSpec, *, insist: bool = False) -> bool:
     `insist`, also if another service has archived into another lake at this address,
     on another host: a job that erases rows would leave those there."""
     uri, own = spec.lake_spec().uri, spec.service().service
-    marks = [(source, *one) for source in spec.services for one in marks_in(source)]
+    marks = [(source, *one) for source in spec.services for one in marks_of(source)]
     lake = None
     with suppress(NoLake):
         lake = Lake(spec.lake_spec())
@@ -146,14 +145,13 @@ def is_mounted(spec: JobSpec, *, insist: bool = False) -> bool:
     return lake is not None
 
 
-def marks_in(source: SourceSpec) -> list[tuple[Table, list[Mark]]]:
+def marks_of(source: SourceSpec) -> list[tuple[Table, list[Mark]]]:
     """Return the tables that a database has archived, each with its marks. Returns []
     if the marks cannot be read."""
     # The database is away, which the job will report, or the role may read only the
     # log.
     with suppress(EnvironmentFault), closing(connect_plain(source)) as connection:
-        found = ((one, Marks(connection, one.name).read()) for one in TABLES.values())
-        return [(table, marks) for table, marks in found if marks]
+        return [(TABLES[name], one) for name, one in marks_in(connection).items()]
     return []
 
 

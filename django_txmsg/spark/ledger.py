@@ -1,8 +1,10 @@
 """The database's side of the archive: it selects the rows to archive, and deletes them
 after verification.
 
-Plain SQL for PostgreSQL and SQLite. A mark (`marks`) records the last settled batch of
-a lake. The transaction that deletes rows also advances the mark.
+Plain SQL for PostgreSQL and SQLite. The log of the lake is the ledger: batch n is entry
+n of the log. For each table and lake, a mark in the database records the last settled
+batch. Batches up to `purged_through` are settled: their rows are only in the lake. The
+transaction that deletes a batch's rows advances the mark.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ import pyarrow as pa
 
 from .connection import Connection, Held, connect_plain, held
 from .databases import open_database, read_rows
+from .errors import EnvironmentFault
 from .lock import archiving
-from .marks import Marks
 from .rowhash import postgres_sql, row_hashes
 from .schemas import Column, Table
 from .spec import SourceSpec
 
 #: Most bytes of bodies in a batch, exceeded by at most one row.
 BATCH_BYTES = 1 << 30
+_MARKS = "django_txmsg_archivemark"
 
 
 #: What identifies a row: its id, and its message (and stage). The id alone does not: a
@@ -65,6 +68,90 @@ class Horizon:
 
     oldest: int
     next: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The last settled batch of one table in one lake."""
+
+    lake_id: str
+    lake: str
+    purged_through: int
+    begun_through: int
+    rows: int
+
+
+def marks_in(connection: Connection) -> dict[str, list[Mark]]:
+    """Return the marks of a database, by the name of the archived table."""
+    found: dict[str, list[Mark]] = {}
+    for source, lake_id, *values in connection.rows(
+        "SELECT source, lake_id, lake, purged_through, begun_through, rows"
+        f" FROM {_MARKS} ORDER BY id"
+    ):
+        mark = Mark(str(uuid.UUID(str(lake_id))), *values)
+        found.setdefault(source, []).append(mark)
+    return found
+
+
+class Marks:
+    """The marks of one table. They are read and written through the connection of the
+    table's archiver."""
+
+    def __init__(self, connection: Connection, source: str) -> None:
+        self.connection, self.source = connection, source
+
+    def read(self) -> list[Mark]:
+        """Return the marks of all lakes into which this table has been archived."""
+        return marks_in(self.connection).get(self.source, [])
+
+    def place(self, lake_id: str, lake: str, purged_through: int) -> Mark:
+        """Store this mark of a lake in the database, whatever the mark was before, and
+        return the mark."""
+        self.connection.execute(
+            f"INSERT INTO {_MARKS} (source, lake_id, lake, purged_through,"
+            " begun_through, rows, changed_at) VALUES (%s, %s, %s, %s, %s, 0, %s)"
+            " ON CONFLICT (source, lake_id) DO UPDATE SET lake = excluded.lake,"
+            " purged_through = excluded.purged_through,"
+            " begun_through = excluded.begun_through, changed_at = excluded.changed_at",
+            self.source, uuid.UUID(lake_id), lake, purged_through, purged_through,
+            self.connection.clock(),
+        )  # fmt: skip
+        return next(one for one in self.read() if one.lake_id == lake_id)
+
+    def begin(self, lake_id: str, number: int) -> None:
+        """Record that batches up to `number` are being written into a lake. Until these
+        batches are settled, their rows must not be written into another lake."""
+        self.connection.execute(
+            f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
+            " AND lake_id = %s AND begun_through < %s",
+            number, self.source, uuid.UUID(lake_id), number,
+        )  # fmt: skip
+
+    def advance(
+        self,
+        lake_id: str,
+        before: int,
+        after: int,
+        rows: int = 0,
+        connection: Connection | None = None,
+    ) -> None:
+        """Advance the mark from batch `before` to batch `after`. Raises
+        EnvironmentFault if the mark is not at `before`, because another archiver has
+        advanced it."""
+        connection = connection or self.connection
+        changed = connection.execute(
+            f"UPDATE {_MARKS} SET purged_through = %s, begun_through = CASE WHEN"
+            " begun_through > %s THEN begun_through ELSE %s END, rows = rows + %s,"
+            " changed_at = %s WHERE source = %s AND lake_id = %s"
+            " AND purged_through = %s",
+            after, after, after, rows, connection.clock(), self.source,
+            uuid.UUID(lake_id), before,
+        )  # fmt: skip
+        if changed != 1:
+            raise EnvironmentFault(
+                f"Another archiver of {self.source} has gone past batch {before}: "
+                "this one has lost its lock, and has deleted nothing more. Run again."
+            )
 
 
 class Ledger:
@@ -174,59 +261,43 @@ class Ledger:
         copies. A row is skipped if the database no longer has it, or if the row with
         this id now belongs to another message or stage."""
         ids = archived.column("id").to_pylist()
-        messages = whose(archived)
-        if self.spec.vendor == "sqlite":
-            return self._settle_sqlite(ids, messages, hashes, columns)
-        settled = self._settled(self.clock()[0], None)
-        message = f"{self.table.column('message_id').sql}::text"
-        if any(one.name == "stage" for one in columns):
-            message += " || '/' || t.stage"
-        table = f"{self.table.relation} AS t"
-        lake = (
-            "unnest(%s::bigint[], %s::text[], %s::bigint[])"
-            " AS l (lake_row, lake_message, lake_hash)"
-        )
-        same = f"t.id = lake_row AND {message} = lake_message"
-        given = ids, messages, list(hashes)
-        deleted = self.connection.execute(
-            f"DELETE FROM {table} USING {lake} WHERE {same}"
-            f" AND {postgres_sql(columns)} = lake_hash AND {settled}",
-            *given,
-        )
-        # In one statement with the DELETE, this would return the rows that another
-        # archiver deletes while the DELETE waits for it.
-        living = self.connection.rows(
-            f"SELECT t.id, {message} FROM {table} JOIN {lake} ON {same}", *given
-        )
-        return deleted, living
-
-    def _settle_sqlite(
-        self,
-        ids: Sequence[int],
-        messages: Sequence[str],
-        hashes: Sequence[int],
-        columns: Sequence[Column],
-    ) -> tuple[int, list[Row]]:
-        wanted = dict(zip(zip(ids, messages, strict=True), hashes, strict=True))
-        within = f"t.id IN ({', '.join(map(str, ids))})"
+        copies = dict(zip(zip(ids, whose(archived), strict=True), hashes, strict=True))
         with self.connection.transaction():
-            settled = self.connection.rows(
-                f"SELECT t.id FROM {self.table.relation} AS t WHERE {within} AND "
-                + self._settled(self.clock()[0], None)
-            )
-            may_go = {row for (row,) in settled}
-            found: dict[Row, int] = {}
-            for part in read_rows(self.connection.raw, self.table, columns, within):
-                rows = zip(part.column("id").to_pylist(), whose(part), strict=True)
-                found.update(zip(rows, row_hashes(part, columns), strict=True))
-            there = wanted.keys() & found.keys()
-            equal = {one for one in there if wanted[one] == found[one]}
-            equal = {one for one in equal if one[0] in may_go}
-            self.connection.execute(
-                f"DELETE FROM {self.table.relation} WHERE id IN"
-                f" ({', '.join(str(row) for row, _ in equal)})"
-            )
+            found = self._found(f"t.id IN ({', '.join(map(str, ids))})", columns)
+            there = copies.keys() & found.keys()
+            equal = {one for one in there if found[one] == (copies[one], True)}
+            if equal:
+                gone = ", ".join(str(row) for row, _ in equal)
+                self.connection.execute(
+                    f"DELETE FROM {self.table.relation} WHERE id IN ({gone})"
+                )
         return len(equal), sorted(there - equal)
+
+    def _found(
+        self, where: str, columns: Sequence[Column]
+    ) -> dict[Row, tuple[int, bool]]:
+        """Return the checksums of rows, and whether they are settled. No other session
+        can change the rows before the transaction ends."""
+        settled = self._settled(self.clock()[0], None)
+        rows = f"FROM {self.table.relation} AS t WHERE {where}"
+        if self.spec.vendor == "postgresql":
+            message = f"{self.table.column('message_id').sql}::text"
+            if any(one.name == "stage" for one in columns):
+                message += " || '/' || t.stage"
+            known = self.connection.rows(
+                f"SELECT t.id, {message}, {postgres_sql(columns)}, {settled} {rows}"
+                " FOR UPDATE OF t"
+            )
+            return {(row, whom): (value, ends) for row, whom, value, ends in known}
+        ended = self.connection.rows(f"SELECT t.id {rows} AND {settled}")
+        may_go = {row for (row,) in ended}
+        found: dict[Row, tuple[int, bool]] = {}
+        for part in read_rows(self.connection.raw, self.table, columns, where):
+            values = row_hashes(part, columns)
+            part_ids = part.column("id").to_pylist()
+            for row, whom, value in zip(part_ids, whose(part), values, strict=True):
+                found[row, whom] = value, row in may_go
+        return found
 
     def vacuum(self) -> None:
         """Reclaim the space of deleted rows on PostgreSQL, if this role owns the

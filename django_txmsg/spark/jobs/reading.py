@@ -18,7 +18,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
-from ..batchlog import marks_in
+from ..batchlog import marks_of
 from ..connection import connect_plain
 from ..databases import Database, open_database
 from ..engine import parallelism, spread
@@ -121,7 +121,7 @@ class WholeLog:
                 marks.append(
                     {
                         (source.service, table.name, one.lake_id): one.purged_through
-                        for table, known in marks_in(source)
+                        for table, known in marks_of(source)
                         for one in known
                     }
                 )
