@@ -215,7 +215,7 @@ def test_running_stream_ends_if_its_database_is_restored(log: Log) -> None:
     if log.vendor == "postgresql":
         later = start | {"position": str(int(start["position"]) + 1_000_000)}
         if installed() < (4, 2):
-            stream.reader._reached = int(later["position"])
+            stream.reader._reached = later
     else:
         later = start
         log.execute("DELETE FROM django_txmsg_outboxmessage")

@@ -148,6 +148,7 @@ _COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "EqualTo": ("=", operator.eq),
     "In": ("IN", lambda value, several: value in several),
 }
+_NULLS = {"IsNull": "IS NULL", "IsNotNull": "IS NOT NULL"}
 
 
 def _condition(one: Filter, table: Table, database: Database) -> str | None:
@@ -156,34 +157,27 @@ def _condition(one: Filter, table: Table, database: Database) -> str | None:
     kind, value = type(one).__name__, getattr(one, "value", None)
     path = getattr(one, "attribute", ())
     column = next((c for c in table.columns if (c.name,) == tuple(path)), None)
+    sqlite = database.spec.vendor == "sqlite"
     if column is None or column.kind in ("json", "bytes", "double"):
         return None
-    if column.kind == "xid" and database.vendor == "sqlite":
+    if sqlite and column.kind == "xid":
         return None  # which has no such column
     name = f"({column.sql}::text::bigint)" if column.kind == "xid" else column.sql
-    if kind == "IsNull":
-        return f"{name} IS NULL"
-    if kind == "IsNotNull":
-        return f"{name} IS NOT NULL"
-    if kind == "In":
-        literals = [_literal(column, each, database, False) for each in value or ()]
-        if not literals or None in literals or column.kind == "instant":
-            return None
-        return f"{name} IN ({', '.join(map(str, literals))})"
-    if kind not in _COMPARISONS:
+    if kind in _NULLS:
+        return f"{name} {_NULLS[kind]}"
+    sign = _COMPARISONS[kind][0] if kind in _COMPARISONS else ""
+    # Spark and the database may order text differently. SQLite stores an instant as one
+    # of several texts.
+    unsafe = ("text", "uuid") if sign[:1] in ("<", ">") else ("instant",)
+    if not sign or column.kind in unsafe:
         return None
-    sign, _ = _COMPARISONS[kind]
-    if column.kind in ("text", "uuid") and sign != "=":
-        # Spark and the database may order text differently.
+    if sqlite and column.kind == "instant":
+        sign = f"{sign[0]}="
+    several = value if isinstance(value, list | tuple) else [value]
+    literals = [_literal(column, one, database, sign[0] == "<") for one in several]
+    if not literals or None in literals:
         return None
-    if database.vendor == "sqlite" and column.kind == "instant":
-        if sign == "=":
-            return None
-        sign = {">": ">=", "<": "<="}.get(sign, sign)
-    literal = _literal(column, value, database, sign[0] == "<")
-    if literal is None:
-        return None
-    return f"{name} {sign} {literal}"
+    return f"{name} {sign} ({', '.join(map(str, literals))})"
 
 
 def _literal(

@@ -39,7 +39,7 @@ from ..schemas import STAGED, TABLES, Table, arrow_schema
 from ..spec import SourceSpec
 from ..staging import Brought, Staging, attempt_key
 from .batch import BatchReader, LakeReader, lake_table
-from .stream import LogStream, WholeStream
+from .stream import LogStream
 
 #: The required columns of a DataFrame, and the defaults of the others.
 NEEDED = ("message_id", "destination", "body")
@@ -87,7 +87,7 @@ class TxmsgDataSource(DataSource):
             from .stream import LimitedStream
 
             return LimitedStream(self.spec, self.table, schema, self.given)
-        stream = WholeStream(self.spec, self.table, schema, self.given)
+        stream = LogStream(self.spec, self.table, schema, self.given)
         if stream.most:
             insist_on("4.2", 'The option "maxRowsPerBatch" of a stream')
         return stream

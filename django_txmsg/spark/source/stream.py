@@ -51,9 +51,13 @@ class LogStream(DataSourceStreamReader):
     `follow=changed`, rows are in the order of the transactions that last changed them,
     and a row is read again after each change.
 
-    How Spark requests the end of a micro-batch depends on its version: see
-    `WholeStream` and `LimitedStream`.
+    Before version 4.2, Spark passes no start position for the end of a micro-batch. The
+    micro-batch then begins at the end of the previous one. `LimitedStream` is for newer
+    versions.
     """
+
+    target: dict[str, Any] | None = None
+    """The end of the query; None if it has none."""
 
     def __init__(
         self,
@@ -81,6 +85,8 @@ class LogStream(DataSourceStreamReader):
         self.stuck_after = float(options.get("stuckafter", 6 * 3600))
         self._looked = self._stood_since = float("-inf")
         self._stood_at = -1
+        self._reached: dict[str, Any] | None = None
+        """The end of the last micro-batch."""
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
         """Return the beginning of the log. Raises EnvironmentFault if there are rows
@@ -89,6 +95,22 @@ class LogStream(DataSourceStreamReader):
             self._insist_on_own_rows()
         with closing(connect_plain(self.spec)) as connection:
             return {"position": "0", "cluster": self._cluster(connection)}
+
+    def latestOffset(  # noqa: N802 - Spark's name
+        self, start: dict[str, Any] | None = None, limit: object = None
+    ) -> dict[str, Any]:
+        """Return the end of the next micro-batch, within the limit. Only a limit on the
+        number of rows has `max_rows`."""
+        end = self.target or self.end()
+        start = start or self._reached or end | {"position": "0"}
+        self.insist_on_one_cluster(start, end)
+        first, last = int(start["position"]), int(end["position"])
+        if self.postgres and first >= last:
+            self.tell_standstill(last)
+        if most := getattr(limit, "max_rows", 0):
+            last = min(last, self.after(first, last, most))
+        self._reached = end | {"position": str(max(first, last))}
+        return self._reached
 
     def partitions(
         self, start: dict[str, Any], end: dict[str, Any]
@@ -244,24 +266,6 @@ class LogStream(DataSourceStreamReader):
         return cut if cut > found[0][0] else cut + 1
 
 
-class WholeStream(LogStream):
-    """A stream for PySpark 4.0 and 4.1. Spark passes no start position, and each
-    micro-batch reads everything available."""
-
-    _reached = -1
-
-    def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]  # noqa: N802 - Spark's name
-        """Return the position up to which the stream may read."""
-        end = self.end()
-        position = int(end["position"])
-        if position < self._reached:
-            self._insist_on_reached(self._reached)
-        if self.postgres and position <= self._reached:
-            self.tell_standstill(position)
-        self._reached = max(position, self._reached)
-        return end | {"position": str(self._reached)}
-
-
 if installed() >= (4, 2):
     from pyspark.sql.streaming.datasource import (
         ReadAllAvailable,
@@ -271,11 +275,9 @@ if installed() >= (4, 2):
     )
 
     class LimitedStream(LogStream, SupportsTriggerAvailableNow):
-        """A stream for PySpark 4.2 and newer. Spark passes the start and the limit of
-        each micro-batch. With `trigger(availableNow=True)`, the stream reads only rows
-        that existed when the query started."""
-
-        target: dict[str, Any] | None = None
+        """A stream for PySpark 4.2 and newer. Spark passes the start of each
+        micro-batch. With `trigger(availableNow=True)`, the stream reads only rows that
+        existed when the query started."""
 
         def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
             """Return the limit `maxRowsPerBatch` if the option is set; otherwise no
@@ -285,16 +287,3 @@ if installed() >= (4, 2):
         def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
             """Record the end of the log at this moment as the end of the query."""
             self.target = self.end()
-
-        def latestOffset(  # noqa: N802 - Spark's name
-            self, start: dict[str, Any], limit: ReadLimit
-        ) -> dict[str, Any]:
-            """Return the end of the next micro-batch, within the limit."""
-            end = self.target or self.end()
-            self.insist_on_one_cluster(start, end)
-            first, last = int(start["position"]), int(end["position"])
-            if self.postgres and first >= last:
-                self.tell_standstill(last)
-            if isinstance(limit, ReadMaxRows):
-                last = min(last, self.after(first, last, limit.max_rows))
-            return {"position": str(max(first, last)), "cluster": end["cluster"]}
