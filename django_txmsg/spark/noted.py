@@ -170,35 +170,27 @@ class Noted:
         )
         return next(found, None)
 
-    def judged_until(
-        self, services: Collection[str], young: dt.timedelta
-    ) -> dt.datetime | None:
+    def judged_until(self, services: Collection[str]) -> dt.datetime | None:
         """Return the instant up to which runs of `reconcile` have judged all messages
         of these services. A run does not count if it has left out messages: if it had
         fewer of these services than an earlier run, or a `--since` after the instant
         that earlier runs had reached. The first run in the records, and the first one
-        with a service, are assumed to have left out none. A run of an early release has
-        judged all services up to `young` before its start."""
+        with a service, are assumed to have left out none."""
         with closing(connect_plain(self.source)) as connection:
-            rows = connection.rows(
-                f"SELECT started_at, options {_ENDED}", self.source.service
-            )
-        runs = [(read_instant(start), read_json(options)) for start, options in rows]
-        recorded = {one for _, ran in runs for one in ran.get("services", ())}
+            rows = connection.rows(f"SELECT options {_ENDED}", self.source.service)
+        runs = [ran for (text,) in rows if "judged_until" in (ran := read_json(text))]
+        recorded = {one for ran in runs for one in ran["services"]}
         # No run has judged a service that was added since.
         ever = recorded.intersection(services) or {*services}
         until: dt.datetime | None = None
         judged: set[str] = set()
-        for started, ran in runs:
-            own = ever.intersection(ran.get("services", ever))
-            if not own or not judged <= own:
-                continue
+        for ran in runs:
+            own = ever.intersection(ran["services"])
             since = ran.get("since")
             begin = dt.datetime.fromisoformat(since) if since else None
-            if until is None or begin is None or begin <= until:
-                end = ran.get("judged_until")
-                until = dt.datetime.fromisoformat(end) if end else started - young
-                judged = own
+            whole = until is None or begin is None or begin <= until
+            if own and judged <= own and whole:
+                until, judged = dt.datetime.fromisoformat(ran["judged_until"]), own
         return until
 
     def _set(

@@ -319,7 +319,7 @@ def test_a_run_records_up_to_when_it_has_judged_which_services(spark, make_log) 
     words = ("reconcile", "--stuck-after", "1h", "--grace")
 
     def judged(*services: str) -> float:
-        until = Noted(shop.spec).judged_until(services, DAY)
+        until = Noted(shop.spec).judged_until(services)
         return 0 if until is None else round((NOW - until) / HOUR)
 
     run(both, *words, "9h")

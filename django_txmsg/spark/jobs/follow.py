@@ -347,7 +347,7 @@ class Follower:
         young = max(self.options.grace, stuck_after(self.spec))
         services = {one.service for one in self.spec.services}
         until = dt.datetime.now(dt.timezone.utc) - young
-        judged = Noted(self.source).judged_until(services, young)
+        judged = Noted(self.source).judged_until(services)
         begin = min(until, judged or until) - self.options.since
         return ["--since", begin.isoformat(), *self.options.reconcile]
 

@@ -39,12 +39,7 @@ FOUND, GONE = "found", "gone"
 CHANGE = struct_of(FINDING, "change string")
 
 #: Known findings. No consumer is an empty text.
-KNOWN = t.StructType(
-    [
-        *[VERDICT[n] for n in KEY],
-        *FINDING.fields[len(VERDICT) :],
-    ]
-)
+KNOWN = t.StructType([*[VERDICT[n] for n in KEY], *FINDING.fields[len(VERDICT) :]])
 
 SUMMARY = struct_of(
     "sent_on date, destination string, verdict string, messages long, "
