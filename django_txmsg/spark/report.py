@@ -12,7 +12,7 @@ import datetime as dt
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -46,20 +46,8 @@ class Findings:
 
 def render(found: Findings) -> str:
     """Return the whole page."""
-    return _page().render(
-        found=found,
-        counts=sorted(found.verdicts.items(), key=lambda one: -one[1]),
-        again=sorted(
-            (row for row in found.stages if row.get("redelivered")),
-            key=lambda row: -row["redelivered"],
-        )[:15],
-        buried=[one or None for one in found.throughput.get("buried", ())],
-        place=partial(
-            _place,
-            least=min((max(row["p50"], 0.0) for row in found.stages), default=0.0),
-            most=max((row["p99"] for row in found.stages), default=0.0),
-        ),
-    )
+    buried = [one or None for one in found.throughput.get("buried", ())]
+    return _page().render(found=found, buried=buried)
 
 
 @cache
@@ -73,7 +61,6 @@ def _page() -> Template:
     environment.filters |= {
         "number": number,
         "duration": duration,
-        "hour": lambda instant: f"{instant:%a %d %b, %H:%M}",
         "pieces": _pieces,
         "plain": lambda verdict: verdict.replace("_", " "),
         "px": lambda pixels: f"{pixels:.1f}",
@@ -81,18 +68,8 @@ def _page() -> Template:
             f"{instant.astimezone(dt.timezone.utc):%d %b %H:%M}" if instant else "?"
         ),
     }
-    environment.globals |= {"highest": _highest, "scales": _scales}
+    environment.globals["scales"] = _scales
     return environment.get_template("report.html")
-
-
-def _highest(
-    hours: Sequence[dt.datetime], values: Sequence[float | None]
-) -> tuple[dt.datetime, float] | None:
-    """Return the first hour with the highest value, and this value. Returns None if no
-    value is above 0."""
-    known = [one or 0 for one in values]
-    most = max(known, default=0)
-    return (hours[known.index(most)], most) if most > 0 else None
 
 
 def number(value: float) -> str:
@@ -201,14 +178,6 @@ def _scales(
         return {}
     axis = _log_axis(values) if seconds else _axis(max(values))
     return {name: Scale(instants, axis, seconds, *size) for name, size in SIZES.items()}
-
-
-def _place(value: float, *, least: float, most: float) -> float:
-    """Return the position of a value, in percent of a logarithmic axis from `least` to
-    `most`."""
-    bottom = max(least, 1e-6)
-    share = math.log10(max(value, bottom) / bottom)
-    return 100 * share / math.log10(max(most / bottom, 10))
 
 
 def _axis(most: float) -> list[float]:
