@@ -61,11 +61,19 @@ def spoilt(path: str, error: object) -> SpoiltFile:
     )
 
 
-#: What every library says of a disk without room, and of a quota that is used up.
-_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
-_TOO_LARGE = os.strerror(errno.EFBIG)
-
-
+_FULL = (
+    " The disk is full. Nothing is lost: make room, and run again. `pipeline sweep` "
+    "removes from a lake the files that failed runs have left, and those that were "
+    "replaced."
+)
+#: Advice, by what every library says of a disk without room, of a quota that is used
+#: up, and of a file that may not grow further.
+_ADVICE = {
+    os.strerror(errno.ENOSPC): _FULL,
+    os.strerror(errno.EDQUOT): _FULL,
+    os.strerror(errno.EFBIG): " Nothing is lost: raise the limit of this user (`ulimit "
+    "-f`), or use a file system that allows larger files, and run again.",
+}
 #: The errors of files and of the Delta library. Each driver of a database has its own
 #: OperationalError (PEP 249).
 _OUTSIDE = frozenset(["OSError", "DeltaError", "OperationalError"])
@@ -80,23 +88,12 @@ def faults_told() -> Iterator[None]:
         yield
     except Exception as error:
         said = reason(error)
-        if _TOO_LARGE in said:
-            raise EnvironmentFault(
-                f"A file may not grow further: {said[-500:]}. Nothing is lost: raise "
-                "the limit of this user (`ulimit -f`), or use a file system that "
-                "allows larger files, and run again."
-            ) from error
-        if not any(one in said for one in _FULL):
-            if _OUTSIDE.isdisjoint(one.__name__ for one in type(error).__mro__):
-                raise
-            if len(said) > 600:  # a query is at the beginning or at the end
-                said = f"{said[:300]} … {said[-300:]}"
-            raise EnvironmentFault(f"{said}.") from error
-        raise EnvironmentFault(
-            f"The disk is full: {said[-500:]}. Nothing is lost: make room, and run "
-            "again. `pipeline sweep` removes from a lake the files that failed runs "
-            "have left, and those that were replaced."
-        ) from error
+        advice = next((text for one, text in _ADVICE.items() if one in said), "")
+        if not advice and _OUTSIDE.isdisjoint(one.__name__ for one in type(error).__mro__):
+            raise
+        if len(said) > 600:  # a query is at the beginning or at the end
+            said = f"{said[:300]} … {said[-300:]}"
+        raise EnvironmentFault(f"{said}.{advice}") from error
 
 
 def from_spark(error: Exception) -> PipelineError:
