@@ -171,7 +171,7 @@ def _advice(error: Exception) -> str:
     if not missing or not re.search("django_txmsg_|_xid", text):
         return ""
     return (
-        " With \"django_txmsg.spark\" in INSTALLED_APPS, run `manage.py migrate` there."
+        ' With "django_txmsg.spark" in INSTALLED_APPS, run `manage.py migrate` there.'
     )
 
 

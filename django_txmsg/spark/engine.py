@@ -7,12 +7,16 @@ with Spark Connect, too.
 
 from __future__ import annotations
 
+import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyspark
+from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
 from pyspark.sql.functions import spark_partition_id
@@ -20,6 +24,7 @@ from pyspark.sql.functions import spark_partition_id
 from .errors import EnvironmentFault
 
 Work = TypeVar("Work")
+Result = TypeVar("Result")
 
 
 def installed() -> tuple[int, ...]:
@@ -71,10 +76,52 @@ def spread(
 ) -> DataFrame:
     """Return the rows that `do` yields for `work`. Spark divides `work` into `parts`
     tasks, by default two for each core. Executors call `do` once for each task."""
+    parts = parts or min(len(work), 2 * parallelism(spark))
 
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         numbers = (one for batch in batches for one in batch.column(0).to_pylist())
         return do(work[one] for one in numbers)
 
-    parts = parts or min(len(work), 2 * parallelism(spark))
     return spark.range(0, len(work), 1, parts).mapInArrow(task, struct)
+
+
+def gather(
+    spark: SparkSession,
+    do: Callable[[Iterator[Work]], Iterable[Result]],
+    work: Sequence[Work],
+    parts: int = 0,
+) -> list[Result]:
+    """Return the objects that `do` returns for `work`, in any order. The tasks are
+    those of `spread()`."""
+    return _unpacked(spread(spark, partial(_packed, do), work, _PACKED, parts))
+
+
+def gather_from(
+    rows: DataFrame, do: Callable[[Iterator[pa.RecordBatch]], Iterable[Result]]
+) -> list[Result]:
+    """Return the objects that `do` returns for the rows of a DataFrame, in any order.
+    Executors call `do` once for each task."""
+    return _unpacked(rows.mapInArrow(partial(_packed, do), _PACKED))
+
+
+_PACKED = t.StructType([t.StructField("object", t.BinaryType())])
+
+
+def _packed(
+    do: Callable[[Iterator[Any]], Iterable[Any]], given: Iterator[Any]
+) -> Iterator[pa.RecordBatch]:
+    found = [pickle.dumps(one) for one in do(given)]
+    yield pa.RecordBatch.from_pydict({"object": pa.array(found, pa.binary())})
+
+
+def _unpacked(rows: DataFrame) -> list[Any]:
+    # Our own tasks have written it.
+    return [pickle.loads(row.object) for row in rows.collect()]  # noqa: S301
+
+
+def attempt_key() -> str:
+    """Return a unique key for this attempt of a Spark task, or for this call in a
+    process without tasks."""
+    context = TaskContext.get()
+    place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
+    return f"{place}-{uuid.uuid4().hex[:12]}"

@@ -89,7 +89,9 @@ def faults_told() -> Iterator[None]:
     except Exception as error:
         said = reason(error)
         advice = next((text for one, text in _ADVICE.items() if one in said), "")
-        if not advice and _OUTSIDE.isdisjoint(one.__name__ for one in type(error).__mro__):
+        if not advice and _OUTSIDE.isdisjoint(
+            one.__name__ for one in type(error).__mro__
+        ):
             raise
         if len(said) > 600:  # a query is at the beginning or at the end
             said = f"{said[:300]} … {said[-300:]}"

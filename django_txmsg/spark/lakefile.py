@@ -19,12 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
-from pyspark.sql import Row
 from pyspark.sql import types as t
 
 from .errors import VerificationRefused, spoilt
 from .rowhash import row_hashes
-from .schemas import Column, Table, arrow_schema, struct_of
+from .schemas import Column, Table, arrow_schema
 from .storage import Place
 from .tally import Tallying
 
@@ -42,11 +41,6 @@ _Part = tuple[dt.date, bool]
 
 #: The columns that no file has: the log has them.
 PARTITIONS = ["service", "day"]
-#: What a task reports of a file that it has written.
-FILE = struct_of(
-    "path string not null, day date not null, size long not null, "
-    "rows long not null, modified_ms long not null"
-)
 
 
 @dataclass(frozen=True)
@@ -64,16 +58,6 @@ class LakeFile:
     batches: tuple[int, int] | None = None
     """The lowest and highest archive batch of its rows, if the log has them."""
 
-    @classmethod
-    def reported(
-        cls, row: Row, service: str, batches: tuple[int, int] | None = None
-    ) -> LakeFile:
-        """Return the file that a task has reported. `row` is the task's report, with
-        the columns of FILE."""
-        return cls(
-            row.path, service, row.day, row.size, row.rows, row.modified_ms, batches
-        )
-
     def reaches(self, after: int, until: int = 2**62) -> bool:
         """Return whether the file may have rows of the batches after `after`, up to and
         including `until`."""
@@ -81,10 +65,6 @@ class LakeFile:
             return True
         lowest, highest = self.batches
         return lowest <= until and highest > after
-
-    def report(self) -> dict[str, Any]:
-        """Return the values of the columns of FILE, for a task to report."""
-        return {name: getattr(self, name) for name in FILE.fieldNames()}
 
 
 def directory_of(service: str, day: dt.date | None = None) -> str:

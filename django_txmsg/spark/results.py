@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import datetime as dt
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
-from pyspark import TaskContext
 from pyspark.sql import DataFrame
 from pyspark.sql import types as t
 
+from .engine import attempt_key, gather_from
 from .lake import Lake, LakeTable
-from .lakefile import FILE, DayFiles, LakeFile
+from .lakefile import DayFiles, LakeFile
 from .schemas import arrow_schema, struct_of
 from .spec import LakeSpec
 from .storage import place_of
@@ -64,11 +63,9 @@ class Results:
         self, name: str, struct: t.StructType, frame: DataFrame
     ) -> list[LakeFile]:
         """Write a DataFrame into files. No log entry names them yet."""
-        task = partial(_write_part, self, name, arrow_schema(struct))
-        frame = frame.select(*struct.fieldNames()).mapInArrow(task, FILE)
+        task = partial(self.written, name, arrow_schema(struct))
         with self._table(name, struct).discarding(self.service, [self.run_id]):
-            rows = frame.collect()
-        return [LakeFile.reported(row, self.service) for row in rows]
+            return gather_from(frame.select(*struct.fieldNames()), task)
 
     def save_rows(
         self, name: str, struct: t.StructType, rows: Sequence[dict[str, Any]]
@@ -78,15 +75,15 @@ class Results:
         schema = arrow_schema(struct)
         batch = pa.RecordBatch.from_pylist(list(rows), schema)
         with self._table(name, struct).discarding(self.service, [self.run_id]):
-            written = self.written(name, schema, [batch], "driver")
+            written = self.written(name, schema, [batch])
         self._commit(name, struct, written)
 
     def written(
-        self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], task: str
+        self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
     ) -> list[LakeFile]:
-        """Write batches into files with unique names, and return these files."""
-        place = place_of(self.lake)
-        unique = f"{self.run_id}-{task}-{uuid.uuid4().hex[:8]}"
+        """Write batches into files with unique names, and return these files. Executors
+        call this method, too."""
+        place, unique = place_of(self.lake), f"{self.run_id}-{attempt_key()}"
         files = DayFiles(place, name, self.service, self.clock, unique, self.apart)
         for batch in batches:
             files.write(self._stamped(batch.cast(schema)))
@@ -112,17 +109,3 @@ class Results:
 
     def _table(self, name: str, struct: t.StructType) -> LakeTable:
         return LakeTable(place_of(self.lake), name, result_struct(struct))
-
-
-def _write_part(
-    results: Results,
-    name: str,
-    schema: pa.Schema,
-    batches: Iterator[pa.RecordBatch],
-) -> Iterator[pa.RecordBatch]:
-    """Write batches into files, and yield the files' descriptions. Executors run this
-    function."""
-    context = TaskContext.get()
-    task = str(context.taskAttemptId() if context else 0)
-    found = [one.report() for one in results.written(name, schema, batches, task)]
-    yield pa.RecordBatch.from_pylist(found, schema=arrow_schema(FILE))

@@ -19,7 +19,6 @@ from contextlib import closing
 from dataclasses import dataclass
 
 import pyarrow as pa
-from pyspark import TaskContext
 from pyspark.sql.datasource import WriterCommitMessage
 
 from ..rules import dead_letters
@@ -79,13 +78,6 @@ class Brought(WriterCommitMessage):
     task: str
     rows: int
     ids: int
-
-
-def attempt_key() -> str:
-    """Return a unique key for this attempt of a Spark task."""
-    context = TaskContext.get()
-    place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
-    return f"{place}-{uuid.uuid4().hex[:12]}"
 
 
 class Staging:

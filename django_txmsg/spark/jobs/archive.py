@@ -20,20 +20,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import SparkSession
 
 from ..batchlog import agreed, is_mounted
 from ..connection import Connection, Held
-from ..engine import on_one_machine, parallelism, spread
+from ..engine import gather, on_one_machine, parallelism
 from ..errors import UsageError
-from ..lakefile import LakeFile
 from ..ledger import Batch, Different, Ledger
 from ..progress import Step, no_step, progress_bar
 from ..runs import Run
 from ..schemas import TABLES, Table
 from ..session import running
 from ..spec import JobSpec, LakeSpec, SourceSpec
-from .batch_task import MANIFEST, BatchTask, kept_columns, run_here
+from .batch_task import BatchTask, Written, kept_columns, run_here
 from .outcome import Outcome, options_of, started
 from .settling import Settled, Settling
 
@@ -78,16 +77,6 @@ def tasks_on(spark: SparkSession | None) -> int:
     if spark is None or on_one_machine(spark):
         return max(1, cores // 2)
     return min(MAX_TASKS, 2 * cores)
-
-
-@dataclass(frozen=True)
-class Written:
-    """A batch whose files were written and verified, but are not in the log yet."""
-
-    batch: Batch
-    files: list[LakeFile]
-    rows: int
-    checksum: int
 
 
 @dataclass
@@ -172,12 +161,12 @@ class Archiver:
         written while the rows of the current wave are deleted. Log entries for the new
         files are added only after the current wave is complete. If the run is killed
         before that, `sweep` removes these files later."""
-        ahead: Future[list[Row]] | None = None
+        ahead: Future[list[Written]] | None = None
         wave = self._planned(-(2**62))
         while wave:
             self.on_step("planned")
-            manifest = self._write(wave) if ahead is None else ahead.result()
-            written = self._written(wave, manifest)
+            written = self._write(wave) if ahead is None else ahead.result()
+            self.on_step("written")
             self._commit(written)
             after, last, ahead = wave[-1].last_id, self.log.last, None
             if self.options.overlap and self.source.vendor != "sqlite":
@@ -253,9 +242,9 @@ class Archiver:
             after = batch.last_id
         return wave
 
-    def _write(self, batches: Sequence[Batch]) -> list[Row]:
-        """Write the files of batches, and verify the files. Returns one manifest row
-        for each file."""
+    def _write(self, batches: Sequence[Batch]) -> list[Written]:
+        """Write the files of batches, and verify the files. Returns the batches that
+        have rows, in their order."""
         started = time.monotonic()
         task = BatchTask(
             self.ledger.database, self.lake, self.table, self.source.service
@@ -264,30 +253,16 @@ class Archiver:
         parts = min(len(batches), self._writers())
         self.unnamed += [one.token for one in batches]
         if self.spark is None:
-            manifest = run_here(task, batches, parts)
+            written = run_here(task, batches, parts)
         else:
-            manifest = spread(self.spark, task, batches, MANIFEST, parts).collect()
+            written = gather(self.spark, task, batches, parts)
         self.result.spent("write", started)
-        return manifest
+        there = [one for one in written if one.files]
+        return sorted(there, key=lambda one: one.batch.number)
 
-    def _write_ahead(self, batches: Sequence[Batch]) -> list[Row]:
-        manifest = self._write(batches)
+    def _write_ahead(self, batches: Sequence[Batch]) -> list[Written]:
+        written = self._write(batches)
         self.on_step("ahead")
-        return manifest
-
-    def _written(
-        self, batches: Sequence[Batch], manifest: Sequence[Row]
-    ) -> list[Written]:
-        """Return the batches with their files, as described in the manifest."""
-        self.on_step("written")
-        written = []
-        for batch in batches:
-            rows = [row for row in manifest if row.batch_id == batch.number]
-            if rows:
-                own, service = (batch.number, batch.number), self.source.service
-                files = [LakeFile.reported(row, service, own) for row in rows]
-                total = sum(one.rows for one in files)
-                written.append(Written(batch, files, total, int(rows[0].checksum)))
         return written
 
     def _commit(self, written: Sequence[Written]) -> None:

@@ -1,27 +1,34 @@
 """The Spark task of `archive`. It writes batches into files, and reads the files back.
 
-The rows never enter the JVM. Only the manifest does, with one row for each file.
+The rows never enter the JVM. Only the names of the files and their facts do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql import Row
 
 from ..databases import Database, Read
-from ..lakefile import FILE, DayFiles, prove
+from ..engine import attempt_key
+from ..lakefile import DayFiles, LakeFile, prove
 from ..ledger import Batch
-from ..schemas import Column, Table, arrow_schema, struct_of
+from ..schemas import Column, Table
 from ..spec import LakeSpec
-from ..staging import attempt_key
 from ..storage import place_of
 
-MANIFEST = struct_of("batch_id long not null", FILE, "checksum string not null")
+
+@dataclass(frozen=True)
+class Written:
+    """A batch whose files were written and verified, but are not in the log yet."""
+
+    batch: Batch
+    files: list[LakeFile]
+    rows: int
+    checksum: int
 
 
 @dataclass
@@ -35,38 +42,33 @@ class BatchTask:
     service: str
     prove: bool = True
 
-    def __call__(self, batches: Iterable[Batch]) -> Iterator[pa.RecordBatch]:
-        """Archive batches through one connection, and yield their manifest rows."""
+    def __call__(self, batches: Iterable[Batch]) -> Iterator[Written]:
+        """Archive batches through one connection."""
         with self.database.connected() as read:
             for batch in batches:
                 yield self._one(read, batch)
 
-    def _one(self, read: Read, batch: Batch) -> pa.RecordBatch:
+    def _one(self, read: Read, batch: Batch) -> Written:
         columns = kept_columns(self.table, self.lake)
         place = place_of(self.lake)
         name = f"{batch.token}-{attempt_key()}"
         days = DayFiles(place, self.table.name, self.service, self.table.clock, name)
         for rows in read(self.table, columns, batch.where):
             days.write(_with_outcome(rows, self.table, batch.number))
-        written = days.close()
+        own = (batch.number, batch.number)
+        written = [replace(one, batches=own) for one in days.close()]
         checksum = 0
         if self.prove:
             checksum = prove(place.files, days.root, written, days.rows, self.table)
-        common = {"batch_id": batch.number, "checksum": str(checksum)}
-        return pa.RecordBatch.from_pylist(
-            [one.report() | common for one in written], schema=arrow_schema(MANIFEST)
-        )
+        return Written(batch, written, days.rows, checksum)
 
 
-def run_here(task: BatchTask, batches: Sequence[Batch], threads: int) -> list[Row]:
-    """Archive batches in this process, without Spark. Returns their manifest rows."""
-
-    def archive(share: Sequence[Batch]) -> list[Row]:
-        return [Row(**row) for batch in task(share) for row in batch.to_pylist()]
-
+def run_here(task: BatchTask, batches: Sequence[Batch], threads: int) -> list[Written]:
+    """Archive batches in this process, without Spark."""
     shares = [batches[first::threads] for first in range(threads)]
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        return [row for rows in pool.map(archive, shares) for row in rows]
+        done = pool.map(lambda share: list(task(share)), shares)
+        return [one for share in done for one in share]
 
 
 def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:

@@ -27,14 +27,14 @@ from ... import wire
 from ...rules import inbox
 from ..batchlog import BatchLog
 from ..connection import Connection, connect_plain
-from ..engine import spread
+from ..engine import gather
 from ..errors import UsageError
 from ..lake import Lake, LakeTable, NoLake, touched
-from ..lakefile import FILE, LakeFile, rows_of
+from ..lakefile import LakeFile, rows_of
 from ..ledger import Ledger
 from ..lock import erasure, keeping
 from ..runs import Run, erasing
-from ..schemas import TABLES, Table, arrow_schema, struct_of
+from ..schemas import TABLES, Table
 from ..source.snapshot import remove_left_copies
 from ..spec import JobSpec, LakeSpec
 from ..storage import place_of
@@ -221,8 +221,6 @@ _IDS = {
     "flow_undos": ["message_id", "request_id"],
 }
 _ANY_TIME = dt.datetime.max.replace(tzinfo=dt.timezone.utc)
-#: A new file, and the path of the file that it replaces.
-_REWRITTEN = struct_of("old string not null", FILE)
 
 
 def _insist_on_a_selection(given: argparse.Namespace) -> None:
@@ -313,16 +311,13 @@ def _from_lake(
     delta = place.load()
     if delta is None:
         return
-    named = {one.path: one for one in place.named(delta, service)}
+    named = place.named(delta, service)
     fresh: dict[LakeFile, LakeFile] = {}
     if named and ids:
         token = str(uuid.uuid4())
         task = partial(_rewrite, lake.spec, name, ids, dry_run, token)
         with place.discarding(service, [token]):
-            found = spread(spark, task, [*named.values()], _REWRITTEN).collect()
-        for row in found:
-            old = named[row.old]
-            fresh[old] = LakeFile.reported(row, service, old.batches)
+            fresh = dict(gather(spark, task, named))
     erased = sum(old.rows - new.rows for old, new in fresh.items())
     done.lake[name] += erased
     done.files += len(fresh)
@@ -353,9 +348,10 @@ def _rewrite(
     dry_run: bool,
     token: str,
     files: Iterator[LakeFile],
-) -> Iterator[pa.RecordBatch]:
-    """Search files for the messages, and rewrite the files that contain any. Yield the
-    new files, whose names begin with `token`. Executors run this function."""
+) -> Iterator[tuple[LakeFile, LakeFile]]:
+    """Search files for the messages, and rewrite the files that contain any. Yield
+    these files, each with the new file, whose name begins with `token`. Executors run
+    this function."""
     place = LakeTable(place_of(lake), name, t.StructType([]))
     names = _IDS.get(name, _ID)
     wanted = pa.array(ids, pa.string())
@@ -376,9 +372,7 @@ def _rewrite(
             # Another attempt of this task may have written the same rows.
             unique = f"{token}-{uuid.uuid4()}"
             fresh = next(iter(rewritten(place, [file], unique, kept)), fresh)
-        yield pa.RecordBatch.from_pylist(
-            [fresh.report() | {"old": file.path}], schema=arrow_schema(_REWRITTEN)
-        )
+        yield file, fresh
 
 
 def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:

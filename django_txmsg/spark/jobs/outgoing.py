@@ -27,12 +27,13 @@ from pyspark.sql import DataFrame, SparkSession
 
 from ...rules import dead_letters
 from ..connection import connect_plain
+from ..engine import attempt_key, gather_from
 from ..errors import UsageError, VerificationRefused
 from ..lock import storing
 from ..runs import Run, requested_ids
-from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema, struct_of
+from ..schemas import DEAD_LETTERS, OUTBOX, Table
 from ..spec import JobSpec, SourceSpec, recordable
-from ..staging import Brought, Staging, ask_to_redeliver, attempt_key
+from ..staging import Brought, Staging, ask_to_redeliver
 from ..transforms import whole_log, with_cancelled
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
 from .findings import found_in, insist_on_a_finding, judged_by
@@ -62,11 +63,6 @@ class ReplayOptions:
     """Only the messages of this request of the admin, whether a replay stored them
     before or not."""
     dry_run: bool = False
-
-
-_STAGED_TASK = struct_of(
-    "task string not null, rows long not null, ids string not null"
-)
 
 
 def run_replay(
@@ -271,8 +267,7 @@ def _store(
         return _shown(rows, name, run, "messages would be stored under")
     staging = Staging(source.resolved(), name)
     try:
-        staged = rows.mapInArrow(partial(_stage, staging), _STAGED_TASK).collect()
-        tasks = [Brought(row.task, row.rows, int(row.ids, 16)) for row in staged]
+        tasks = gather_from(rows, partial(_stage, staging))
         stored = staging.merge(tasks, rate=rate)
     except BaseException:
         with suppress(Exception):  # The first error is the one to report.
@@ -344,17 +339,9 @@ def _shown(rows: DataFrame, name: str, run: Run, would: str) -> Outcome:
     return Outcome(lines, facts | {"destinations": counts, "sample": sample})
 
 
-def _stage(
-    staging: Staging, batches: Iterator[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    """Write rows to the staging table. Yield the key of this task attempt, and the
-    number of rows. Executors run this function."""
-    task = attempt_key()
-    done = staging.stage(task, map(_insist_on_bodies, batches))
-    yield pa.RecordBatch.from_pylist(
-        [{"task": task, "rows": done.rows, "ids": f"{done.ids:x}"}],
-        schema=arrow_schema(_STAGED_TASK),
-    )
+def _stage(staging: Staging, batches: Iterator[pa.RecordBatch]) -> list[Brought]:
+    """Write the rows of a task to the staging table. Executors run this function."""
+    return [staging.stage(attempt_key(), map(_insist_on_bodies, batches))]
 
 
 def _insist_on_bodies(batch: pa.RecordBatch) -> pa.RecordBatch:

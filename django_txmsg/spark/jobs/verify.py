@@ -21,12 +21,12 @@ import pyspark.sql.functions as sf
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
-from ..engine import spread
+from ..engine import gather
 from ..errors import SpoiltFile
 from ..lake import Lake, LakeTable
 from ..lakefile import LakeFile, checksum, rows_of
 from ..runs import Run
-from ..schemas import TABLES, Table, arrow_schema, struct_of
+from ..schemas import TABLES, Table
 from ..spec import JobSpec, LakeSpec
 from ..storage import place_of
 from .outcome import Outcome, job_session
@@ -37,10 +37,8 @@ SHOWN = 20
 #: The columns that identify a row, as far as a table has them. A topic's message may
 #: have the same id in two databases of a service.
 _KEYS = ("service", "id", "message_id", "stage")
-#: What a task reports of a file: a problem, or the sums of each of its batches.
-_SUMS = struct_of(
-    "path string not null, problem string, batch long, rows long, checksum string"
-)
+#: The number of rows of each batch in a file, and the sum of their checksums.
+_Sums = dict[int, tuple[int, int]]
 
 
 @dataclass
@@ -71,12 +69,12 @@ def read_back(
         return []
     rows, sums = Counter[int](), Counter[int]()
     broken: dict[str, str] = {}
-    for row in spread(spark, partial(_verified, lake, table), named, _SUMS).collect():
-        if row.problem is not None:
-            broken[row.path] = f"{row.path}: {row.problem}"
-            continue
-        rows[row.batch] += row.rows
-        sums[row.batch] += int(row.checksum)
+    for path, problem, found in gather(spark, partial(_verified, lake, table), named):
+        if problem:
+            broken[path] = f"{path}: {problem}"
+        for batch, (count, total) in found.items():
+            rows[batch] += count
+            sums[batch] += total
     done.rows += rows.total()
     done.problems += [f"{table.name}: {one}" for one in list(broken.values())[:SHOWN]]
     intact = [one for one in named if one.path not in broken]
@@ -154,19 +152,17 @@ def _look_for_doubles(
 
 def _verified(
     lake: LakeSpec, table: Table, files: Iterator[LakeFile]
-) -> Iterator[pa.RecordBatch]:
-    """Read files, and yield the sums of their batches. Executors run this function."""
+) -> Iterator[tuple[str, str, _Sums]]:
+    """Read files. Yield the path of each, and its problem or the sums of its batches.
+    Executors run this function."""
     for file in files:
         try:
-            found = _sums(lake, table, file)
+            yield file.path, "", _sums(lake, table, file)
         except (SpoiltFile, pa.ArrowException, KeyError, ValueError) as error:
-            found = [{"problem": str(error).partition("\n")[0]}]
-        yield pa.RecordBatch.from_pylist(
-            [{"path": file.path, **one} for one in found], schema=arrow_schema(_SUMS)
-        )
+            yield file.path, str(error).partition("\n")[0], {}
 
 
-def _sums(lake: LakeSpec, table: Table, file: LakeFile) -> list[dict[str, Any]]:
+def _sums(lake: LakeSpec, table: Table, file: LakeFile) -> _Sums:
     """Return the sums of a file's batches. Raises ValueError if the file does not have
     as many rows as the log says."""
     place = place_of(lake)
@@ -179,10 +175,7 @@ def _sums(lake: LakeSpec, table: Table, file: LakeFile) -> list[dict[str, Any]]:
             sums[batch] += checksum(part, table)
     if counts.total() != file.rows:
         raise ValueError(f"{counts.total():,} rows, and the log says {file.rows:,}.")
-    return [
-        {"batch": batch, "rows": rows, "checksum": str(sums[batch])}
-        for batch, rows in counts.items()
-    ]
+    return {batch: (rows, sums[batch]) for batch, rows in counts.items()}
 
 
 def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:

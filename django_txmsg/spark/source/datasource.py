@@ -33,11 +33,11 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from ... import wire
-from ..engine import insist_on, installed
+from ..engine import attempt_key, insist_on, installed
 from ..errors import UsageError
 from ..schemas import STAGED, TABLES, Table, arrow_schema
 from ..spec import SourceSpec
-from ..staging import Brought, Staging, attempt_key
+from ..staging import Brought, Staging
 from .batch import BatchReader, LakeReader, lake_table
 from .stream import LogStream
 
