@@ -98,7 +98,7 @@ class DayFiles:
         self.files, self.root = place.files, f"{place.root}/{table}"
         self.clock, self.name, self.apart = clock, name, apart
         self.rows = 0
-        self._open: dict[_Part, tuple[str, Any, Any, Tallying]] = {}
+        self._open: dict[_Part, tuple[str, Any, Tallying]] = {}
         self._closed: list[LakeFile] = []
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = self._waiting_bytes = 0
@@ -160,26 +160,25 @@ class DayFiles:
                 f"{directory}/{self.name}-{len(self._closed) + len(self._open)}.parquet"
             )
             self.files.create_dir(f"{self.root}/{directory}", recursive=True)
-            stream = self.files.open_output_stream(f"{self.root}/{path}")
             writer = pq.ParquetWriter(
-                stream, rows.schema, compression="zstd", compression_level=1,
+                f"{self.root}/{path}", rows.schema, filesystem=self.files,
+                compression="zstd", compression_level=1,
                 use_dictionary=[one for one in rows.schema.names if one not in _UNIQUE],
                 write_statistics=True,
                 # A flipped bit is found when its page is read.
                 write_page_checksum=True,
             )  # fmt: skip
-            self._open[key] = (path, stream, writer, Tallying())
-        _, _, writer, tallying = self._open[key]
+            self._open[key] = (path, writer, Tallying())
+        _, writer, tallying = self._open[key]
         writer.write_table(rows)
         if key[1]:
             tallying.add(rows)
 
     def _close(self, key: _Part) -> None:
-        path, stream, writer, tallying = self._open.pop(key)
+        path, writer, tallying = self._open.pop(key)
         if key[1]:
             writer.add_key_value_metadata(tallying.footer())
         writer.close()
-        stream.close()
         full = f"{self.root}/{path}"
         with (
             self.files.open_input_file(full) as written,

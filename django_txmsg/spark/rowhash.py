@@ -20,19 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .schemas import Column
+from .schemas import KINDS, Column
 
-#: PostgreSQL's type ids: fixed in its catalogue since before version 8.
-_TYPE_ID = {
-    "long": 20, "xid": 20, "int": 23, "double": 701, "bool": 16, "uuid": 2950,
-    "text": 25, "json": 25, "bytes": 17, "instant": 1184,
-}  # fmt: skip
-#: The form of a value that always has as many bytes.
-_FORM: dict[str, np.dtype[Any]] = {
-    "long": np.dtype(">i8"), "xid": np.dtype(">i8"), "int": np.dtype(">i4"),
-    "double": np.dtype(">f8"), "bool": np.dtype(">i1"), "uuid": np.dtype("V16"),
-    "instant": np.dtype(">i8"),
-}  # fmt: skip
 #: Microseconds from 1970, Arrow's epoch, to 2000, PostgreSQL's.
 _EPOCH = 946_684_800_000_000
 
@@ -67,19 +56,19 @@ def _records(batch: pa.RecordBatch, columns: Sequence[Column]) -> Any:
     rows = batch.num_rows
     pieces = [_flat([_repeat(struct.pack(">i", len(columns)), rows)])]
     for column in columns:
-        values, kind = batch.column(column.name), column.kind
-        type_id = _TYPE_ID[kind]
-        if kind not in _FORM:
+        values, kind = batch.column(column.name), KINDS[column.kind]
+        if not kind.form:
             content = values.cast(pa.large_binary())
             lengths = pc.fill_null(pc.binary_length(content), -1).to_numpy()
             lengths = lengths.astype(">i4").view(np.uint8).reshape(rows, 4)
-            header = _repeat(struct.pack(">i", type_id), rows)
+            header = _repeat(struct.pack(">i", kind.type_id), rows)
             pieces += [_flat([header, lengths]), pc.fill_null(content, b"")]
             continue
-        header = _repeat(struct.pack(">ii", type_id, _FORM[kind].itemsize), rows)
-        known = pc.fill_null(values, _ZERO[kind])
-        whole = _flat([header, _fixed(known, kind)])
-        null = pa.scalar(struct.pack(">ii", type_id, -1), pa.large_binary())
+        size = np.dtype(kind.form).itemsize
+        header = _repeat(struct.pack(">ii", kind.type_id, size), rows)
+        known = pc.fill_null(values, _ZERO[column.kind])
+        whole = _flat([header, _fixed(known, column.kind)])
+        null = pa.scalar(struct.pack(">ii", kind.type_id, -1), pa.large_binary())
         pieces.append(pc.if_else(pc.is_valid(values), whole, null))
     empty = pa.scalar(b"", pa.large_binary())
     return pc.binary_join_element_wise(*pieces, empty)
@@ -115,5 +104,5 @@ def _fixed(values: pa.Array, kind: str) -> Any:
         return np.frombuffer(bytes.fromhex(text.decode()), np.uint8).reshape(rows, 16)
     if kind == "instant":
         values = pc.subtract(values.cast(pa.int64()), _EPOCH)
-    numbers = values.to_numpy(zero_copy_only=False).astype(_FORM[kind])
+    numbers = values.to_numpy(zero_copy_only=False).astype(KINDS[kind].form)
     return numbers.view(np.uint8).reshape(rows, -1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import pyarrow as pa
 from pyspark.sql import types as t
@@ -19,21 +18,34 @@ from ..rules import Rule, dead_letters, flows, inbox, outbox
 #: Version of the lake's layout and schemas. A reader refuses a newer one.
 LAKE_VERSION = 1
 
-Kind = Literal[
-    "long", "int", "double", "bool", "uuid", "text", "json", "bytes", "instant", "xid"
-]
 
-_SPARK: dict[str, t.DataType] = {
-    "long": t.LongType(),
-    "int": t.IntegerType(),
-    "double": t.DoubleType(),
-    "bool": t.BooleanType(),
-    "uuid": t.StringType(),
-    "text": t.StringType(),
-    "json": t.StringType(),
-    "bytes": t.BinaryType(),
-    "instant": t.TimestampType(),
-    "xid": t.LongType(),
+@dataclass(frozen=True)
+class Kind:
+    """How the values of a column are read, stored and hashed."""
+
+    spark: t.DataType
+    type_id: int
+    """PostgreSQL's type id: fixed in its catalogue since before version 8."""
+    form: str = ""
+    """NumPy's name for values that always have as many bytes in PostgreSQL's binary
+    format."""
+    read: str = ""
+    """PostgreSQL's cast for reading. A uuid and a transaction id are read as bytes."""
+    hashed: str = ""
+    """PostgreSQL's cast for hashing."""
+
+
+KINDS = {
+    "long": Kind(t.LongType(), 20, ">i8"),
+    "int": Kind(t.IntegerType(), 23, ">i4"),
+    "double": Kind(t.DoubleType(), 701, ">f8"),
+    "bool": Kind(t.BooleanType(), 16, ">i1"),
+    "uuid": Kind(t.StringType(), 2950, "V16"),
+    "text": Kind(t.StringType(), 25, read="::text", hashed="::text"),
+    "json": Kind(t.StringType(), 25, read="::text", hashed="::text"),
+    "bytes": Kind(t.BinaryType(), 17),
+    "instant": Kind(t.TimestampType(), 1184, ">i8"),
+    "xid": Kind(t.LongType(), 20, ">i8", hashed="::text::bigint"),
 }
 _ARROW_OF: dict[type[t.DataType], pa.DataType] = {
     t.LongType: pa.int64(),
@@ -45,11 +57,6 @@ _ARROW_OF: dict[type[t.DataType], pa.DataType] = {
     t.DateType: pa.date32(),
     t.BooleanType: pa.bool_(),
 }
-#: PostgreSQL's expression for reading a kind. A uuid and a transaction id are read as
-#: bytes.
-_CASTS = {"text": "::text", "json": "::text"}
-#: The same for hashing.
-_HASHED = {"text": "::text", "json": "::text", "xid": "::text::bigint"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,8 @@ class Column:
     """One column of a table of the message log."""
 
     name: str
-    kind: Kind
+    kind: str
+    """A key of KINDS."""
     nullable: bool = False
     source: str = ""
     """The column's name in the database, where it differs."""
@@ -69,12 +77,12 @@ class Column:
     @property
     def spark(self) -> t.StructField:
         """The field in a DataFrame."""
-        return t.StructField(self.name, _SPARK[self.kind], self.nullable)
+        return t.StructField(self.name, KINDS[self.kind].spark, self.nullable)
 
     @property
     def arrow(self) -> pa.Field:
         """The field in a record batch."""
-        return pa.field(self.name, _arrow_type(_SPARK[self.kind]), self.nullable)
+        return pa.field(self.name, _arrow_type(self.spark.dataType), self.nullable)
 
     @property
     def sql(self) -> str:
@@ -84,12 +92,12 @@ class Column:
     @property
     def selected(self) -> str:
         """The SQL expression that PostgreSQL evaluates to read the column."""
-        return f'{self.sql}{_CASTS.get(self.kind, "")} AS "{self.name}"'
+        return f'{self.sql}{KINDS[self.kind].read} AS "{self.name}"'
 
     @property
     def hashed(self) -> str:
         """The SQL expression that PostgreSQL evaluates to hash the column."""
-        return f"{self.sql}{_HASHED.get(self.kind, '')}"
+        return f"{self.sql}{KINDS[self.kind].hashed}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ def columns_of(*parts: Column | str) -> tuple[Column, ...]:
             continue
         for text in part.split(", "):
             name, kind, *null = text.split(" ")
-            found.append(Column(name, cast(Kind, kind), nullable=bool(null)))
+            found.append(Column(name, kind, nullable=bool(null)))
     return tuple(found)
 
 
