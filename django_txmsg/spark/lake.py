@@ -366,9 +366,6 @@ class Lake:
         self.spec = spec
         self.place = place_of(spec)
         self.files, self.root = self.place.files, self.place.root
-        self._check_marker(create)
-
-    def _check_marker(self, create: bool) -> None:
         path = f"{self.root}/{MARKER}"
         if self.files.get_file_info(path).type == fs.FileType.File:
             with self.files.open_input_stream(path) as stream:

@@ -289,10 +289,13 @@ def describe(source: SourceSpec, run: Run) -> None:
 
 
 def _describe(connection: Connection, key: Any, options: dict[str, Any]) -> None:
+    _change(connection, key, {"options": json.dumps(options, default=str)})
+
+
+def _change(connection: Connection, key: Any, values: dict[str, Any]) -> None:
+    changes = ", ".join(f"{name} = %s" for name in values)
     connection.execute(
-        f"UPDATE {_RUNS} SET options = %s WHERE id = %s",
-        json.dumps(options, default=str),
-        key,
+        f"UPDATE {_RUNS} SET {changes} WHERE id = %s", *values.values(), key
     )
 
 
@@ -305,13 +308,8 @@ def progressed(
     """Record the progress of a run, by default of one that has not ended yet."""
     row = run.row(state, finished_at)
     names = ("state", "rows", "counts", "error", "finished_at")
-    values = *(row[name] for name in names), uuid.UUID(run.id)
-    changes = ", ".join(f"{name} = %s" for name in names)
     with closing(connect_plain(source)) as connection:
-        connection.execute(
-            f"UPDATE {_RUNS} SET {changes} WHERE id = %s",
-            *values,
-        )
+        _change(connection, uuid.UUID(run.id), {name: row[name] for name in names})
 
 
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:

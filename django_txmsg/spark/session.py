@@ -235,23 +235,18 @@ class SparkProcess:
         code = facts = None
         if self._process is not None:
             code, facts = self._process.poll(), self._answer()
-            if facts is None and code is None:
-                if time.monotonic() - self._since < LONGEST_RUN.total_seconds():
-                    return None
-                self._error = "it had not ended after a day, and was killed"
-        if self._error:
-            self.stop()
-            return {"job": job, "error": self._error}
-        self.job = ""
+            late = time.monotonic() - self._since >= LONGEST_RUN.total_seconds()
+            if facts is None and code is None and not late:
+                return None
         if facts is None:
-            facts = {
-                "job": job,
-                "error": f"it ended with exit code {code}: {self._last_words()}",
-            }
-        was_new = self._runs == 1
-        if "error" in facts or self._runs >= RUNS:
+            error = self._error or "it had not ended after a day, and was killed"
+            if code is not None:
+                error = f"it ended with exit code {code}: {self._last_words()}"
+            facts = {"job": job, "error": error}
+        self.job, failed, was_new = "", "error" in facts, self._runs <= 1
+        if failed or self._runs >= RUNS:
             self.stop()
-        if "error" in facts and not was_new:
+        if failed and not was_new:
             self.start(job, *self._words)
             return None
         return facts

@@ -201,6 +201,11 @@ class Subscription:
     stage: str
 
 
+_PARTS: dict[str, Any] = {
+    "services": SourceSpec, "queues": SourceSpec, "subscriptions": Subscription,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class JobSpec:
     """Everything that a job needs to know about the services and the lake.
@@ -268,19 +273,15 @@ class JobSpec:
         """Parse a specification from JSON. Raises UsageError if it is invalid."""
         try:
             given = json.loads(text)
-            lake = given.pop("lake", None)
-            return cls(
-                services=tuple(SourceSpec(**one) for one in given.pop("services", ())),
-                queues=tuple(SourceSpec(**one) for one in given.pop("queues", ())),
-                lake=LakeSpec(**lake) if lake else None,
-                subscriptions=tuple(
-                    Subscription(**one) for one in given.pop("subscriptions", ())
-                ),
-                external=tuple(given.pop("external", ())),
-                external_senders=tuple(given.pop("external_senders", ())),
-                task_brokers=tuple(map(tuple, given.pop("task_brokers", ()))),
-                **given,
-            )
+            for name, kind in _PARTS.items():
+                given[name] = [kind(**one) for one in given.get(name, ())]
+            lake = given.get("lake")
+            given["lake"] = LakeSpec(**lake) if lake else None
+            given["task_brokers"] = [
+                tuple(one) for one in given.get("task_brokers", ())
+            ]
+            lists = {n: tuple(one) for n, one in given.items() if isinstance(one, list)}
+            return cls(**given | lists)
         except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(
                 f"The job specification does not parse: {error}"
