@@ -123,6 +123,23 @@ class DayFiles:
             self._close(key)
         return self._closed
 
+    def prove(self, table: Table | None) -> int:
+        """Read the closed files back, and return the sum of the checksums of their
+        rows. Raises VerificationRefused if the files do not have as many rows as were
+        written. A table of results (None) has no checksums."""
+        found = total = 0
+        for one in self._closed:
+            for batch in rows_of(self.files, f"{self.root}/{one.path}"):
+                found += batch.num_rows
+                total += checksum(batch, table)
+        if found != self.rows:
+            paths = ", ".join(one.path for one in self._closed)
+            raise VerificationRefused(
+                f"{self.rows} rows were written, and {found} are read back from "
+                f"{paths}."
+            )
+        return total
+
     def _flush(self) -> None:
         """Write the buffered rows, grouped by day."""
         if not self._waiting_rows:
@@ -209,29 +226,6 @@ class DayFiles:
 _UNIQUE = frozenset(
     ["id", "message_id", "headers", "body", "created_at", "due_at", "dispatched_at"]
 )
-
-
-def prove(
-    files: fs.FileSystem,
-    root: str,
-    written: Sequence[LakeFile],
-    rows: int,
-    table: Table | None,
-) -> int:
-    """Read files back, and return the sum of the checksums of their rows. Raises
-    VerificationRefused if the files do not have `rows` rows. A table of results (None)
-    has no checksums."""
-    found = total = 0
-    for one in written:
-        for batch in rows_of(files, f"{root}/{one.path}"):
-            found += batch.num_rows
-            total += checksum(batch, table)
-    if found != rows:
-        paths = ", ".join(one.path for one in written)
-        raise VerificationRefused(
-            f"{rows} rows were written, and {found} are read back from {paths}."
-        )
-    return total
 
 
 def checksum(batch: pa.RecordBatch, table: Table | None) -> int:

@@ -28,7 +28,7 @@ from django_txmsg.spark.jobs.archive import (
     tasks_on,
 )
 from django_txmsg.spark.lake import Lake
-from django_txmsg.spark.lakefile import DayFiles, prove
+from django_txmsg.spark.lakefile import DayFiles
 from django_txmsg.spark.rowhash import row_hashes
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
@@ -635,12 +635,13 @@ def test_a_file_that_lost_rows_is_not_proven(tmp_path: Path) -> None:
            "traceback": "", "fingerprint": ""}  # fmt: skip
     batch = pa.RecordBatch.from_pylist([row], schema=schema)
     days.write(batch)
-    [written] = days.close()
+    days.close()
     hashes = row_hashes(batch, ATTEMPTS.columns)
-    assert prove(place.files, days.root, [written], 1, ATTEMPTS) == sum(hashes)
+    assert days.prove(ATTEMPTS) == sum(hashes)
 
+    days.rows = 2
     with pytest.raises(VerificationRefused, match="2 rows were written, and 1 are"):
-        prove(place.files, days.root, [written], 2, ATTEMPTS)
+        days.prove(ATTEMPTS)
 
 
 def test_a_transaction_still_open_is_waited_for(

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from ..databases import Database, Read
 from ..engine import attempt_key
-from ..lakefile import DayFiles, LakeFile, prove
+from ..lakefile import DayFiles, LakeFile
 from ..ledger import Batch
 from ..schemas import Column, Table
 from ..spec import LakeSpec
@@ -57,9 +57,7 @@ class BatchTask:
             days.write(_with_outcome(rows, self.table, batch.number))
         own = (batch.number, batch.number)
         written = [replace(one, batches=own) for one in days.close()]
-        checksum = 0
-        if self.prove:
-            checksum = prove(place.files, days.root, written, days.rows, self.table)
+        checksum = days.prove(self.table) if self.prove else 0
         return Written(batch, written, days.rows, checksum)
 
 

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from ..batchlog import BatchLog
 from ..errors import VerificationRefused
 from ..lake import LakeTable
-from ..lakefile import DayFiles, LakeFile, checksum, kept_rows, prove, rows_of
+from ..lakefile import DayFiles, LakeFile, checksum, kept_rows, rows_of
 from ..ledger import Ledger, Row, whose
 from ..rowhash import row_hashes
 from ..schemas import TABLES, Column
@@ -52,7 +52,7 @@ def rewritten(
             # The file's counts include the rows that are removed.
             files.write(kept.replace_schema_metadata(None))
     written = files.close()
-    if prove(place.files, place.root, written, files.rows, table) != before:
+    if files.prove(table) != before:
         raise VerificationRefused(f"{name} does not hold what was written into it.")
     known = [one.batches for one in group if one.batches is not None]
     if len(known) < len(group):
