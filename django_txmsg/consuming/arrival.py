@@ -282,13 +282,9 @@ class Mode(ABC):
             scope.enlist = enlist
             opened = connections.all(initialized_only=True)
             scope.blocks = {connection: depth(connection) for connection in opened}
-        with in_scope(scope), guarded(self.using):
-            self.call(message)
-
-    def call(self, message: Message) -> None:
-        """Call the handler. Heartbeats report the handler as running."""
-        name, attempt = self.stage.name, message.delivery_attempt
-        with running(name, message.id, attempt):
+        # Heartbeats report the handler as running.
+        reported = running(self.stage.name, message.id, message.delivery_attempt)
+        with in_scope(scope), guarded(self.using), reported:
             self.stage.handler(message)
 
     def scope(self, arrival: Arrival, message: Message) -> Scope:

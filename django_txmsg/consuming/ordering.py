@@ -30,36 +30,10 @@ _FIRST = dt.datetime.min.replace(tzinfo=dt.timezone.utc)
 PATIENCE = 0.1
 
 
-class _InHand:
-    """The messages that threads of this process are processing, at ordered stages."""
-
-    def __init__(self) -> None:
-        self._messages: set[tuple[str, uuid.UUID]] = set()
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def holding(self, stage: str, message_id: uuid.UUID) -> Iterator[None]:
-        """Register a message for the duration of the block."""
-        held = (stage, message_id)
-        with self._changed:
-            self._messages.add(held)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._messages.discard(held)
-                self._changed.notify_all()
-
-    def wait_for(self, stage: str, message_id: uuid.UUID) -> None:
-        """Wait until no thread of this process is processing this message, but only for
-        a short time."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (stage, message_id) not in self._messages, PATIENCE
-            )
-
-
-_in_hand = _InHand()
+#: The messages that threads of this process are processing at ordered stages, by stage
+#: and id. `_changed` is held while one is added or removed.
+_in_hand: set[tuple[str, uuid.UUID | None]] = set()
+_changed = threading.Condition()
 
 
 @contextmanager
@@ -71,11 +45,17 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
     if turn is None:
         yield
         return
-    own = arrival.message_id
-    with _in_hand.holding(turn.stage, own):
-        if turn.after_id is not None and turn.after_id != own:
-            _in_hand.wait_for(turn.stage, turn.after_id)
+    own, before = (turn.stage, arrival.message_id), (turn.stage, turn.after_id)
+    try:
+        with _changed:
+            _in_hand.add(own)
+            if before != own:
+                _changed.wait_for(lambda: before not in _in_hand, PATIENCE)
         yield
+    finally:
+        with _changed:
+            _in_hand.discard(own)
+            _changed.notify_all()
 
 
 def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
