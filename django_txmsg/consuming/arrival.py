@@ -167,9 +167,11 @@ class Arrival:
         mode, stage = self.mode, self.mode.stage
         self.stage, self.using = stage, mode.using
         self.inbox, self.order = mode.inbox, mode.order
-        self.delivery = decoding.recognised(self.delivery)
         #: Whether the message can be recognised when it is delivered again.
-        self.has_identity = decoding.has_identity(self.delivery)
+        self.has_identity = wire.MESSAGE_ID in self.delivery.headers
+        if not self.has_identity:
+            self.delivery = decoding.recognised(self.delivery)
+            self.has_identity = decoding.has_identity(self.delivery)
         #: Whether the message was delivered before, and can be recognised.
         self.came_before = self.has_identity and self.delivery.came_before
         #: Its place in the order of its key, at an ordered stage; None without a key.

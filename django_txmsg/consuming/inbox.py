@@ -422,7 +422,7 @@ def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
     if reason == "settled":
         _ship_what_is_left(arrival)
         return Duplicate()
-    waiting = ordering.out_of_turn(arrival)
+    waiting = None if arrival.turn is None else ordering.out_of_turn(arrival)
     if waiting is not None or not reason:
         return waiting
     if reason == "expired" and wire.is_request(arrival.delivery.headers):
