@@ -214,7 +214,7 @@ class DeadLetterAdmin(MessageAdmin):
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """Show the list if there is a query string. Otherwise show the groups."""
-        if request.method == "GET" and request.GET.keys() <= {"sort"}:
+        if request.method == "GET" and not request.GET:
             return GroupPages(self).page(request)
         more = {"title": "Dead letters", "deeds": deeds(request)}
         return super().changelist_view(request, {**more, **(extra_context or {})})

@@ -7,12 +7,12 @@ from __future__ import annotations
 import csv
 import datetime as dt
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from django.contrib import messages
 from django.db import router
-from django.db.models import Count, Exists, F, Max, OuterRef, Q, QuerySet, TextField
+from django.db.models import Count, F, Max, QuerySet, TextField
 from django.db.models.fields.json import KeyTextTransform
 from django.db.models.functions import Cast
 from django.http import (
@@ -26,9 +26,8 @@ from .. import conf, wire
 from ..dead_letters import masking, selection
 from ..dead_letters.selection import Shown, filter_text
 from ..errors import TxmsgError
-from ..models import Attempt, DeadLetter, FailureNote
+from ..models import DeadLetter, FailureNote
 from ..models.bulk_operation import BulkKind
-from ..models.dead_letter import Resolution
 from ..models.fields import MessageKey, clock
 from ..models.monitoring import Deed
 from ..monitoring import dead
@@ -42,9 +41,6 @@ MOST_GROUPS = 200
 
 #: An error is marked as new if its first dead letter is not older.
 NEW = dt.timedelta(hours=1)
-
-#: Most dead letters of an error that are judged to find out whether it is new.
-MOST_JUDGED = 1000
 
 #: How long a mute may last, by the form's words; any other word: for ever.
 MUTES = {
@@ -66,15 +62,12 @@ class GroupPages(Pages):
     that shows the affected keys, flows and tenants, and the CSV export of that page."""
 
     def page(self, request: HttpRequest) -> HttpResponse:
-        """Show open dead letters grouped by error. By default, the largest groups come
-        first."""
+        """Show open dead letters grouped by error, the largest groups first."""
         insist(self._admin.has_view_permission(request))
         using = router.db_for_read(DeadLetter)
-        latest = request.GET.get("sort") == "latest"
-        groups = grouped(using, latest=latest)
+        groups = grouped(using)
         context = {
             "groups": groups[:MOST_GROUPS],
-            "latest": latest,
             "mutes": list(MUTES),
             "more": max(0, len(groups) - MOST_GROUPS),
             "total": sum(group["count"] for group in groups),
@@ -166,12 +159,11 @@ def _limit(text: str) -> int | None:
     return int(text)
 
 
-def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
+def grouped(using: str) -> list[dict[str, Any]]:
     """Return groups of open dead letters, one group for each fingerprint. The first
     groups, which a page shows, have an example and the operator's note.
 
-    The largest groups come first. With `latest`, the groups with the newest dead
-    letters come first. Muted groups always come last.
+    The largest groups come first, and muted groups last.
     """
     groups: dict[str, dict[str, Any]] = {}
     for one in dead.by_error(using):
@@ -190,10 +182,7 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
         group["deaths"] = max(group["deaths"], one.deaths)
         group["places"][one.place] = group["places"].get(one.place, 0) + one.count
     now = clock(using)
-    rank: Callable[[dict[str, Any]], float] = (
-        (lambda one: one["last"].timestamp()) if latest else (lambda one: one["count"])
-    )
-    ordered = sorted(groups.values(), key=lambda one: (one["muted"], -rank(one)))
+    ordered = sorted(groups.values(), key=lambda one: (one["muted"], -one["count"]))
     shown = ordered[:MOST_GROUPS]
     notes = {
         note.fingerprint: note
@@ -203,11 +192,8 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     }
     letters: Any = DeadLetter.objects.using(using).defer("body")
     examples = letters.in_bulk([group["example"] for group in shown])
-    recent = {one["fingerprint"]: one for one in shown if one["first"] > now - NEW}
-    again = [error for error, one in recent.items() if one["deaths"] > 1]
-    new = recent.keys() - _repeated(using, again, now - NEW)
     for group in shown:
-        group["new"] = group["fingerprint"] in new
+        group["new"] = group["first"] > now - NEW and group["deaths"] == 1
         note = group["note"] = notes.get(group["fingerprint"])
         # Even if more are open than the mute allows, so that a new note keeps it.
         group["has_mute"] = (
@@ -219,24 +205,6 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
         group["task"] = display.task(letter) if letter else ""
         group["error"] = (letter.exception or letter.reason) if letter else ""
     return ordered
-
-
-def _repeated(using: str, among: Collection[str], since: dt.datetime) -> set[str]:
-    """Return the errors whose dead letters may have died of the same error before.
-
-    A dead letter has only the time of its last death. If a message died again, its
-    attempts tell: the error is new if an earlier one was another error, and none before
-    `since` was the same error. Of each error, only the dead letters that are stored
-    longest are judged: after a redelivery, a new error may have very many."""
-    of = Attempt.objects.using(using).filter(
-        message_id=OuterRef("message_id"), stage=OuterRef("stage")
-    )
-    same = Q(fingerprint=OuterRef("fingerprint"))
-    before = ~Exists(of.exclude(same)) | Exists(of.filter(same, failed_at__lte=since))
-    open_ones = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
-    letters = open_ones.filter(deaths__gt=1).order_by("pk")
-    judged = letters.annotate(before=before).values_list("before", flat=True)
-    return {one for one in among if any(judged.filter(fingerprint=one)[:MOST_JUDGED])}
 
 
 def _affected(letters: QuerySet[DeadLetter]) -> list[dict[str, Any]]:

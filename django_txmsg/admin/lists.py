@@ -16,9 +16,11 @@ from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 
 from ..models import Alert, IdempotencyKey, Worker
+from ..models.fields import clock
 from ..models.monitoring import Deed
-from ..monitoring import presence, status
+from ..monitoring import attendance, presence
 from ..monitoring.alerting import said_unwatched
+from ..stages import all_stages
 from . import display
 from .audit import audit, audited
 from .base import ReadOnlyAdmin, insist
@@ -69,28 +71,18 @@ class WorkerAdmin(ReadOnlyAdmin):
         return [self.at("running/", self.running, "running"), *super().get_urls()]
 
     def running(self, request: HttpRequest) -> HttpResponse:
-        """Show the messages that handlers are processing, the number of claimed
-        messages, and the stages that no worker runs."""
+        """Show the messages that handlers are processing, and the stages that no worker
+        runs."""
         insist(self.has_view_permission(request))
-        picture = status.read()
-        present = picture.attendance
-        waiting = {
-            "sending": {n: one.waiting for n, one in picture.destinations.items()},
-            "redelivery": {n: one.waiting for n, one in picture.stages.items()},
-            "delivery": picture.queues,
-        }
+        using = router.db_for_write(Worker)
+        now = clock(using)
+        present = attendance.read(using, now)
         context = {
-            "now": picture.now,
+            "now": now,
             "live": "live" in request.GET,
-            "unattended": picture.unattended,
+            "unattended": present.unattended([one.name for one in all_stages()]),
             "running": presence.read_running([*present.living, *present.lost]),
             "living": {worker.pk for worker in present.living},
-            "claimed": [
-                (name, what, one.in_flight)
-                for what, places in waiting.items()
-                for name, one in places.items()
-                if one.in_flight
-            ],
         }
         return self.show(request, "running", "Running now", context)
 

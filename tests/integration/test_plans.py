@@ -14,11 +14,10 @@ import pytest
 from django.db import connection, transaction
 from django.db.models.functions import Now
 
-from django_txmsg.admin import changes, groups
+from django_txmsg.admin import changes
 from django_txmsg.brokers.database import DatabaseBroker
 from django_txmsg.dead_letters import bulk, selection
 from django_txmsg.models import (
-    Attempt,
     BulkOperation,
     DeadLetter,
     InboxMessage,
@@ -518,33 +517,6 @@ def test_the_first_dead_letter_of_an_error_is_found_by_an_index() -> None:
 
     assert read_for(look, "WITH") < 50
     assert [one.what for one in found] == ["First death: New: x", "First death: Old: x"]
-
-
-def test_an_error_of_many_redelivered_messages_is_judged_by_some_of_them() -> None:
-    """After a redelivery, all messages die of an error that is new. The page does not
-    read the attempts of all of them."""
-    DeadLetter.objects.all().delete()
-    Attempt.objects.all().delete()
-    DeadLetter.objects.create(
-        message_id=uuid.uuid4(), stage="s", destination="q", fingerprint="f", deaths=2
-    )
-    copies(DeadLetter, message_id="gen_random_uuid()")
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "INSERT INTO django_txmsg_attempt (message_id, stage, number, worker,"
-            " failed_at, exception, traceback, fingerprint) SELECT message_id, stage,"
-            " 1, '', now(), '', repeat('x', 1900), error FROM django_txmsg_deadletter,"
-            " unnest(ARRAY['e', 'f']) error"
-        )
-        cursor.execute("ANALYZE django_txmsg_attempt, django_txmsg_deadletter")
-    found: list[set[str]] = []
-
-    def look() -> None:
-        found.append(groups._repeated("default", ["f"], clock("default") - groups.NEW))
-
-    # PostgreSQL may read all these attempts once, instead of looking up 1,000 times.
-    assert read_for(look) < 4 * LATER
-    assert found == [set()]
 
 
 @pytest.mark.parametrize("analyzed", [True, False])
