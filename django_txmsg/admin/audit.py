@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from django.contrib import admin
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.contenttypes.models import ContentType
 from django.db import router, transaction
-from django.db.models import Model, Q
+from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -23,7 +22,7 @@ from ..models import AuditEntry, BulkOperation
 from ..models.monitoring import Deed
 from . import changes, display
 from .base import ReadOnlyAdmin, address, operator, plain
-from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_of
+from .filters import BetweenFilter, PlaceFilter, filter_of
 
 #: The apps with pages of ours.
 APPS = ("django_txmsg", "txmsg_spark")
@@ -60,19 +59,6 @@ def audit(
     )
 
 
-class SourceFilter(StateFilter):
-    """Filters by the source of the entry: a page, a command, or a process."""
-
-    title, parameter_name = "source", "via"
-    uncounted = frozenset({"page", "command", "process"})
-
-    @staticmethod
-    def conditions() -> dict[str, Q]:
-        """Return the query condition of each source, by the source's name."""
-        command, process = Q(by__startswith="command: "), Q(by__startswith="service: ")
-        return {"page": ~(command | process), "command": command, "process": process}
-
-
 @admin.register(AuditEntry)
 class AuditAdmin(ReadOnlyAdmin):
     """The list of operators' actions, newest first."""
@@ -80,10 +66,8 @@ class AuditAdmin(ReadOnlyAdmin):
     list_display = ("when", "by", "deed", "shown", "done", "what")
     list_display_links = None
     list_filter = (
-        filter_of(AgeFilter, "when", column="at"),
         filter_of(PlaceFilter, "deed", parameter_name="deed"),
         filter_of(PlaceFilter, "operator", parameter_name="by"),
-        SourceFilter,
         filter_of(BetweenFilter, "time", column="at"),
     )
     list_select_related = ("operation",)
@@ -114,19 +98,6 @@ class AuditAdmin(ReadOnlyAdmin):
         return format_html("{} {}", display.exact(entry.done), state)
 
 
-@dataclass(frozen=True)
-class Allowance:
-    """One permission, and whether the user has it."""
-
-    permission: str
-    what: str
-    """What it allows, in words."""
-    granted: bool
-    """Whether the user has it."""
-    page: str
-    """The address of the list that it is about; "" if the user may not see it."""
-
-
 def may_i(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
     """Show the page "May I?". Every user of the admin site may see it."""
     found = [
@@ -137,8 +108,8 @@ def may_i(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
     ]
     context = {
         "parts": [
-            ("You may", [one for one in found if one.granted]),
-            ("You may not", [one for one in found if not one.granted]),
+            ("You may", [one for one in found if one["granted"]]),
+            ("You may not", [one for one in found if not one["granted"]]),
         ],
     }
     return admin.show(request, "permissions", "May I?", context)
@@ -146,8 +117,9 @@ def may_i(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
 
 def _allowances(
     admin: ReadOnlyAdmin, request: HttpRequest, model: type[Model]
-) -> Iterator[Allowance]:
-    """Yield each permission for one model's list, whether the user has it or not."""
+) -> Iterator[dict[str, Any]]:
+    """Yield each permission for one model's list: its name, what it allows, whether the
+    user has it, and the address of the list, or "" if the user may not see the list."""
     label, name = model._meta.app_label, model._meta.model_name
     rows = model._meta.verbose_name_plural
     named = [(f"view_{name}", f"Can view {rows}"), *model._meta.permissions]
@@ -159,4 +131,5 @@ def _allowances(
     for codename, what in named:
         permission = f"{label}.{codename}"
         granted = request.user.has_perm(permission)
-        yield Allowance(permission, str(what).removeprefix("Can "), granted, page)
+        what = str(what).removeprefix("Can ")
+        yield {"permission": permission, "what": what, "granted": granted, "page": page}

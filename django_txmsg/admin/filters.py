@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.contrib.admin.views.main import PAGE_VAR
 from django.db.models import Q, QuerySet
-from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.utils import timezone
 from django.utils.dateparse import parse_date, parse_datetime
@@ -85,23 +84,6 @@ class PlaceFilter(CountingFilter):
         more = "+" if sum(counts.values()) >= recent.RECENT else ""
         for name, number in sorted(counts.items()):
             yield name, f"{name} ({number:,}{more})"
-
-
-class AgeFilter(StateFilter):
-    """Filters by age: the last hour, day or week."""
-
-    title = parameter_name = "age"
-    column = "created_at"
-    labels = {"1h": "last hour", "24h": "last day", "7d": "last week"}
-    uncounted = frozenset(labels)
-
-    @classmethod
-    def conditions(cls) -> dict[str, Q]:
-        """Return the condition of each age, by name."""
-        return {
-            name: Q(**{f"{cls.column}__gte": Now() - dt.timedelta(hours=hours)})
-            for name, hours in (("1h", 1), ("24h", 24), ("7d", 168))
-        }
 
 
 class BetweenFilter(admin.SimpleListFilter):

@@ -18,7 +18,7 @@ from ..rules import Rule, inbox
 from ..stages import all_stages
 from . import display
 from .base import MessageAdmin
-from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_of
+from .filters import BetweenFilter, PlaceFilter, StateFilter, filter_of
 
 
 def is_overdue(due: Rule = inbox.DUE) -> Holds:
@@ -99,7 +99,6 @@ class InboxAdmin(MessageAdmin):
     list_filter = (
         InboxStateFilter,
         StageFilter,
-        filter_of(AgeFilter, "received", column="last_received_at"),
         filter_of(BetweenFilter, "time of receipt", column="last_received_at"),
     )
     search_help_text = "Exact message id or correlation id"

@@ -24,7 +24,7 @@ from ..stages import all_stages
 from . import display
 from .audit import audit, audited
 from .base import ReadOnlyAdmin, insist
-from .filters import AgeFilter
+from .filters import BetweenFilter
 
 
 @admin.register(Alert)
@@ -123,7 +123,7 @@ class IdempotencyAdmin(ReadOnlyAdmin):
     an operator has deleted the request's key, the request is executed again."""
 
     list_display = ("shown", "who", "status_code", "size", "age")
-    list_filter = (AgeFilter,)
+    list_filter = (BetweenFilter,)
     list_display_links = None
     search_fields = ("key",)
     search_help_text = "Exact key"

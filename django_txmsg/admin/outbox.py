@@ -18,7 +18,7 @@ from ..models.outbox import PENDING
 from ..rules import dead_letters, inbox, outbox
 from . import display, message
 from .base import MessageAdmin
-from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter
+from .filters import BetweenFilter, PlaceFilter, StateFilter
 from .inbox import has, is_overdue
 
 
@@ -54,7 +54,7 @@ class OutboxAdmin(MessageAdmin):
     list_display = (
         "state", "outcome", "age", "place", "message", "due", "tries", "flow",
     )  # fmt: skip
-    list_filter = (OutboxStateFilter, DestinationFilter, AgeFilter, BetweenFilter)
+    list_filter = (OutboxStateFilter, DestinationFilter, BetweenFilter)
     search_help_text = "Exact message id, correlation id or key"
     found_by = ("correlation_id", "key")
 

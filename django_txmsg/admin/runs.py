@@ -29,7 +29,7 @@ from .base import RowPageAdmin, given, insist, led, may, plain, sees_messages
 from .body import pretty
 from .bulk import PERMISSIONS, start
 from .counting import listed
-from .filters import AgeFilter, CountingFilter, StateFilter
+from .filters import BetweenFilter, CountingFilter, StateFilter, filter_of
 from .sequence import sequence
 
 _PAGE = "admin:django_txmsg_run_change"
@@ -76,12 +76,6 @@ class StepFilter(CountingFilter):
         ]
 
 
-class SinceFilter(AgeFilter):
-    """Filters by the age of the last step."""
-
-    title, column = "last step", "since"
-
-
 @admin.register(Run)
 class RunAdmin(RowPageAdmin):
     """The list of runs, newest first."""
@@ -89,7 +83,12 @@ class RunAdmin(RowPageAdmin):
     noun = "run"
     list_display = ("shown_state", "flow", "key", "step", "waits", "age", "deadline")
     list_display_links = ("shown_state", "flow")
-    list_filter = (RunStateFilter, FlowFilter, StepFilter, SinceFilter)
+    list_filter = (
+        RunStateFilter,
+        FlowFilter,
+        StepFilter,
+        filter_of(BetweenFilter, "time of the last step", column="since"),
+    )
     search_fields = ("run_id",)
     search_help_text = "Exact id of a run, or key"
     change_list_template = "admin/django_txmsg/runs.html"

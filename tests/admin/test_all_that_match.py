@@ -143,8 +143,8 @@ def test_a_list_is_narrowed_by_its_filters_only(
         "django_txmsg/bulkoperation/?state__exact=done",
         "django_txmsg/bulkoperation/?kind__exact=discard",
         "django_txmsg/worker/?kind=relay",
-        "django_txmsg/outboxmessage/?state=pending&destination=orders.place&age=1h",
-        "django_txmsg/inboxmessage/?state=processed&stage=orders.place&age=1h",
+        "django_txmsg/outboxmessage/?state=pending&destination=orders.place&since=2026-01-01",
+        "django_txmsg/inboxmessage/?state=processed&stage=orders.place&before=2026-01-01",
         "txmsg_spark/pipelinerun/?job__exact=archive",
     ],
 )

@@ -244,7 +244,7 @@ def test_the_audit_is_a_page_that_finds_and_changes_nothing(
     assert "Audit</a>" in client.get(audit).content.decode()
     found = client.get(audit, {"q": "paused"}).content.decode()
     assert ("Paused stage" in found, "Discard 3" in found) == (True, False)
-    found = client.get(audit, {"via": "command"}).content.decode()
+    found = client.get(audit, {"q": "command: "}).content.decode()
     assert ("Paused stage" in found, "Discard 3" in found) == (False, True)
     assert client.get(f"{audit}add/").status_code == 403
 

@@ -312,17 +312,3 @@ def test_marks_are_where_their_times_are(admin_client: Client) -> None:
 
     marks = [int(one) for one in re.findall(r'<rect x="(\d+)"', page)]
     assert marks == [956, 478, 1]
-
-
-def test_the_audit_tells_processes_from_pages_and_commands(
-    admin_client: Client,
-) -> None:
-    begin("4f2a")
-    act(Deed.PAUSE, "Paused by a page.", minutes=1)
-    AuditEntry.objects.record("command: ada", "By a command.", deed=Deed.PAUSE)
-    texts = {"process": "Version 4f2a", "page": "by a page.", "command": "By a command"}
-
-    for via, text in texts.items():
-        page = admin_client.get("/admin/django_txmsg/auditentry/", {"via": via})
-        content = page.content.decode()
-        assert {one for one in texts.values() if one in content} == {text}
