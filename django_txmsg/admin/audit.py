@@ -3,13 +3,13 @@ user may do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from django.apps import apps
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.contenttypes.models import ContentType
 from django.db import router, transaction
@@ -18,6 +18,7 @@ from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from ..errors import TxmsgError
 from ..models import AuditEntry, BulkOperation
 from ..models.monitoring import Deed
 from . import changes, display
@@ -57,6 +58,30 @@ def audit(
         action_flag=CHANGE,
         change_message=plain(text),
     )
+
+
+def perform(
+    request: HttpRequest,
+    using: str,
+    change: Callable[[], tuple[Model, Deed, str] | None],
+    refusal: str,
+) -> None:
+    """Call `change` in a transaction with its audit entry, and show the result to the
+    user. `change` returns the arguments of the entry: the changed row, the deed and its
+    text. If it returns None, nothing was changed, and the user reads `refusal`. If it
+    raises an error about the user's input, the user reads the error."""
+    try:
+        with audited(using):
+            done = change()
+            if done is not None:
+                audit(request, *done)
+    except (TxmsgError, ValueError) as error:
+        messages.error(request, f"Nothing was changed: {error}")
+    else:
+        if done is None:
+            messages.warning(request, refusal)
+        else:
+            messages.success(request, done[2])
 
 
 @admin.register(AuditEntry)

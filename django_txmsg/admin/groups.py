@@ -12,7 +12,7 @@ from typing import Any
 
 from django.contrib import messages
 from django.db import router
-from django.db.models import Count, F, Max, QuerySet, TextField
+from django.db.models import Count, F, Max, Model, QuerySet, TextField
 from django.db.models.fields.json import KeyTextTransform
 from django.db.models.functions import Cast
 from django.http import (
@@ -32,7 +32,7 @@ from ..models.fields import MessageKey, clock
 from ..models.monitoring import Deed
 from ..monitoring import dead
 from . import display
-from .audit import audit, audited
+from .audit import audit, audited, perform
 from .base import Pages, given, insist, may, operator
 from .bulk import hidden_fields, read_filter
 
@@ -85,31 +85,26 @@ class GroupPages(Pages):
         known = FailureNote.objects.using(using).filter(fingerprint=fingerprint).first()
         if lasts == "unchanged" and known and known.muted_until:
             duration = known.muted_until - clock(using)
-        try:
-            with audited(using):
-                note = FailureNote.objects.db_manager(using).keep(
-                    fingerprint,
-                    note=given(request, "note"),
-                    muted=request.POST.get("muted") == "1",
-                    duration=duration,
-                    above=_limit(given(request, "above")),
-                    by=operator(request),
-                    seen=request.POST.get("seen"),
-                )
-                ends = known is not None and known.muted and not note.muted
-                muted = "Muted" if note.muted else "Unmuted" if ends else "Noted on"
-                if note.muted_until:
-                    muted += f" until {note.muted_until:%Y-%m-%d %H:%M} UTC"
-                if note.muted_above is not None:
-                    muted += f" up to {note.muted_above:,} open"
-                entry = f"{muted} failures {note.fingerprint}: {note.note}"
-                audit(request, note, Deed.NOTE, entry)
-        except TxmsgError as error:
-            messages.error(request, str(error))
-        else:
-            messages.success(
-                request, "The error is muted." if note.muted else "The note is saved."
+
+        def change() -> tuple[Model, Deed, str]:
+            note = FailureNote.objects.db_manager(using).keep(
+                fingerprint,
+                note=given(request, "note"),
+                muted=request.POST.get("muted") == "1",
+                duration=duration,
+                above=_limit(given(request, "above")),
+                by=operator(request),
+                seen=request.POST.get("seen"),
             )
+            ends = known is not None and known.muted and not note.muted
+            said = "Muted" if note.muted else "Unmuted" if ends else "Noted on"
+            if note.muted_until:
+                said += f" until {note.muted_until:%Y-%m-%d %H:%M} UTC"
+            if note.muted_above is not None:
+                said += f" up to {note.muted_above:,} open"
+            return note, Deed.NOTE, f"{said} failures {note.fingerprint}: {note.note}"
+
+        perform(request, using, change, refusal="")
         return self._admin.led_to_list(request)
 
     def affected(self, request: HttpRequest) -> HttpResponseBase:

@@ -33,7 +33,7 @@ from ..monitoring.dead import place
 from ..rules.dead_letters import resolver
 from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
-from .audit import audit, audited
+from .audit import perform
 from .base import MESSAGE, Pages, given, insist, led, may, operator, sees_messages
 from .inbox import shown_state, with_state
 
@@ -316,64 +316,61 @@ class MessagePages(Pages):
         _insist(request, "cancel_outboxmessage")
         why, by = _reason(request, 255)
         using = router.db_for_write(OutboxMessage)
-        return self._done(
-            request, message_id, Deed.CANCEL, "Cancelled", why,
+        return self._perform(
+            request, OutboxMessage, message_id, Deed.CANCEL,
+            f"Cancelled message {message_id}{why}",
             lambda: cancel_message(message_id, why=by, using=using),
-            unless="it is no longer pending, a relay is sending it now, or a run of a "
-            "flow waits for it.",
+            "Not cancelled: it is no longer pending, a relay is sending it now, or a run "
+            "of a flow waits for it.",
         )  # fmt: skip
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Reschedule a pending message. The user enters the number of minutes after
         which it becomes due."""
         _insist(request, "reschedule_outboxmessage")
-        minutes = given(request, "minutes") or "0"
-        entry, using = f"due in {minutes} minutes", router.db_for_write(OutboxMessage)
-        try:
-            delay = dt.timedelta(minutes=float(minutes))
-            return self._done(
-                request, message_id, Deed.RESCHEDULE, "Rescheduled", entry,
-                lambda: reschedule_message(message_id, delay=delay, using=using),
-            )  # fmt: skip
-        except (InvalidMessage, OverflowError, ValueError):
-            messages.error(request, f"{minutes[:20]!r} is not a number of minutes.")
-            return led(request, MESSAGE, message_id)
+        minutes, using = given(request, "minutes"), router.db_for_write(OutboxMessage)
+
+        def change() -> bool:
+            try:
+                delay = dt.timedelta(minutes=float(minutes or 0))
+                return reschedule_message(message_id, delay=delay, using=using)
+            except (InvalidMessage, OverflowError, ValueError):
+                text = f"{minutes[:20]!r} is not a number of minutes."
+                raise ValueError(text) from None
+
+        return self._perform(
+            request, OutboxMessage, message_id, Deed.RESCHEDULE,
+            f"Rescheduled message {message_id}: due in {minutes or 0} minutes", change,
+            "Not rescheduled: it is no longer pending, or a relay is sending it now.",
+        )  # fmt: skip
 
     def stop(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Ask the handler that is processing this message to stop."""
         _insist(request, "stop_inboxmessage")
         why, by = _reason(request, 200)
         using = router.db_for_write(InboxMessage)
-        return self._done(
-            request, message_id, Deed.STOP, "Asked to stop", why,
+        return self._perform(
+            request, InboxMessage, message_id, Deed.STOP,
+            f"Asked to stop message {message_id}{why}",
             lambda: deadline.ask_to_stop(message_id, using=using, why=by),
-            of=InboxMessage,
-            unless="it has ended or is parked, or its stage has no timeout.",
+            "Not asked to stop: it has ended or is parked, or its stage has no timeout.",
         )  # fmt: skip
 
-    def _done(
+    def _perform(
         self,
         request: HttpRequest,
+        model: Any,
         message_id: uuid.UUID,
         deed: Deed,
-        verb: str,
-        detail: str,
+        said: str,
         change: Callable[[], bool],
-        of: Any = OutboxMessage,
-        unless: str = "the message is no longer pending, or a relay is sending it now.",
+        refusal: str,
     ) -> HttpResponse:
-        using = router.db_for_write(of)
-        with audited(using):
-            done = change()
-            if done:
-                rows = of.objects.using(using).filter(message_id=message_id)
-                entry = f"{verb} message {message_id}"
-                entry += f": {detail}" if detail else "."
-                audit(request, rows.order_by("-pk")[0], deed, entry)
-        if done:
-            messages.success(request, f"{verb} the message.")
-        else:
-            messages.warning(request, f"Not {verb.lower()}: {unless}")
+        using = router.db_for_write(model)
+        rows = model.objects.using(using).filter(message_id=message_id).order_by("-pk")
+        perform(
+            request, using, lambda: (rows[0], deed, said) if change() else None, refusal
+        )
         return led(request, MESSAGE, message_id)
 
     def _content(
@@ -398,10 +395,11 @@ def _insist(request: HttpRequest, permission: str) -> None:
 
 
 def _reason(request: HttpRequest, most: int) -> tuple[str, str]:
-    """Return two texts: the reason that the user entered, and this reason with the
-    user's name."""
-    why, user = given(request)[:most], operator(request)
-    return why, f"by {user}: {why}" if why else f"by {user}"
+    """Return two texts: the end of the audit entry's sentence, and the user's name. Both
+    contain the reason, if the user entered one."""
+    why = given(request)[:most]
+    because = f": {why}" if why else ""
+    return because or ".", f"by {operator(request)}{because}"
 
 
 def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 from django.contrib import admin, messages
 from django.db import router
-from django.db.models import Max, Min, QuerySet
+from django.db.models import Max, Min, Model, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
 
@@ -24,7 +24,7 @@ from ..models.dead_letter import Resolution
 from ..models.monitoring import Deed
 from ..monitoring import runs
 from . import display
-from .audit import audit, audited
+from .audit import perform
 from .base import RowPageAdmin, given, insist, led, may, plain, sees_messages
 from .body import pretty
 from .bulk import PERMISSIONS, start
@@ -252,14 +252,12 @@ class RunAdmin(RowPageAdmin):
             return self.led_to_list(request)
         fields = ("why", "value", "type", "to")
         entered = acts.Given(**{field: given(request, field) for field in fields})
-        try:
-            with audited(str(run._state.db)):
-                said = acts.act(name, run, entered, seen=request.POST.get("seen", ""))
-                audit(request, run, Deed.RUN, said)
-        except TxmsgError as error:
-            messages.error(request, str(error))
-        else:
-            messages.success(request, said)
+        seen = request.POST.get("seen", "")
+
+        def change() -> tuple[Model, Deed, str]:
+            return run, Deed.RUN, acts.act(name, run, entered, seen=seen)
+
+        perform(request, str(run._state.db), change, refusal="")
         return led(request, _PAGE, pk)
 
 

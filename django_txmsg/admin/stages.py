@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from django.contrib import admin, messages
+from django.contrib import admin
 from django.db import router
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, JsonResponse
@@ -18,14 +18,13 @@ from .. import conf, contracts
 from ..consuming import rates
 from ..contracts import READABLE_FROM, VERSION, Contract
 from ..envelope import serializers
-from ..errors import ConfigurationError, TxmsgError
+from ..errors import ConfigurationError
 from ..models import Schedule, StageState
 from ..models.monitoring import Deed
 from ..monitoring import pausing, schedule, status
 from ..scheduling import timetable
 from ..stages import all_stages
-from . import display
-from .audit import audit, audited
+from .audit import perform
 from .base import ReadOnlyAdmin, given, insist, may, operator
 
 
@@ -35,25 +34,20 @@ class PausableAdmin(ReadOnlyAdmin):
 
     #: The paused kind of object, in names of addresses and of the permission.
     kind: ClassVar[str]
-    #: The same as people read it; and a word to put before a name that is unclear
-    #: alone.
+    #: The same as people read it.
     noun: ClassVar[str]
-    called: ClassVar[str] = ""
     #: The page's template and title.
     page: ClassVar[str]
     title: ClassVar[str]
     #: The form's field with the name.
     field: ClassVar[str] = "name"
-    #: The consequences of a pause, and of its end.
-    follows: ClassVar[str] = ""
 
     #: Pauses or resumes the one with this name. Returns its row, or None if nothing
-    #: changed. Raises LookupError for an unknown name.
+    #: changed. Raises ConfigurationError for an unknown name.
     change: Callable[..., Model | None]
 
     def database(self, name: str) -> str:
-        """Return the database that stores whether `name` is paused. May raise
-        LookupError for an unknown name."""
+        """Return the database that stores whether `name` is paused."""
         return router.db_for_write(self.model)
 
     def get_urls(self) -> list[Any]:
@@ -80,23 +74,14 @@ class PausableAdmin(ReadOnlyAdmin):
         """Pause or resume a stage or a recurring message."""
         insist(may(request, f"pause_{self.kind}"))
         name, why = given(request, self.field), given(request)
-        by, verb = operator(request), "Paused" if paused else "Resumed"
-        shown = f"{self.called} {name}".strip()
-        try:
-            with audited(self.database(name)):
-                row = self.change(name, paused=paused, by=by, why=why)
-                if row is not None:
-                    what = f"{self.noun} {name}"
-                    audit(request, row, *pausing.entry(what, paused=paused, why=why))
-        except LookupError:
-            refusal = f"There is no {self.noun} {display.cut(name)!r} here."
-            messages.error(request, refusal)
-        else:
-            if row is None:
-                refusal = f"{shown[:1].upper()}{shown[1:]} is {verb.lower()} already."
-                messages.warning(request, refusal)
-            else:
-                messages.success(request, f"{verb} {shown}.{self.follows}")
+        what = f"{self.noun} {name}"
+        refusal = f"Nothing was changed: {what} is {'' if paused else 'not '}paused."
+
+        def change() -> tuple[Model, Deed, str] | None:
+            row = self.change(name, paused=paused, by=operator(request), why=why)
+            return row and (row, *pausing.entry(what, paused=paused, why=why))
+
+        perform(request, self.database(name), change, refusal)
         return self.led_to_list(request)
 
 
@@ -140,9 +125,8 @@ class StageAdmin(PausableAdmin):
     """The page of stages: those declared in this process, and those known only from the
     database."""
 
-    kind, noun, called, field = "stage", "stage", "stage", "stage"
+    kind, noun, field = "stage", "stage", "stage"
     page, title = "stages", "Stages"
-    follows = " Its consumers obey within a second."
     change = staticmethod(pausing.set_stage)
 
     def get_urls(self) -> list[Any]:
@@ -178,20 +162,16 @@ class StageAdmin(PausableAdmin):
         insist(may(request, "limit_stage"))
         name, rate = given(request, "stage"), given(request, "rate")
         states, said = rates.states(), f"Stage {name} has its own rate again."
-        with audited(states.db):
-            try:
-                if rate:
-                    by = operator(request)
-                    rates.limit(name, rate, LIMITED, by=by)
-                    said = f"Stage {name} has a rate of {rate} for an hour."
-                elif not states.unlimit(name):
-                    said = ""
-            except ConfigurationError as error:
-                messages.error(request, str(error))
-            else:
-                if said:
-                    audit(request, states.get(stage=name), Deed.LIMIT, said)
-                    messages.success(request, said)
+
+        def change() -> tuple[Model, Deed, str] | None:
+            if not rate:
+                reset = states.unlimit(name)
+                return (states.get(stage=name), Deed.LIMIT, said) if reset else None
+            rates.limit(name, rate, LIMITED, by=operator(request))
+            limited = f"Stage {name} has a rate of {rate} for an hour."
+            return states.get(stage=name), Deed.LIMIT, limited
+
+        perform(request, states.db, change, f"Stage {name} has its own rate already.")
         return self.led_to_list(request)
 
     def contract(self, request: HttpRequest) -> HttpResponse:
@@ -280,13 +260,11 @@ class ScheduleAdmin(PausableAdmin):
         rows = Schedule.objects.using(using).filter(
             service=conf.get().SERVICE, name=name
         )
-        try:
-            with audited(using):
-                before = rows.first()
-                change()
-                row = rows.first() or before or Schedule(name=name)
-                audit(request, row, deed, said)
-            messages.success(request, said)
-        except (TxmsgError, ValueError) as error:
-            messages.error(request, f"Nothing was changed: {error}")
+
+        def changed() -> tuple[Model, Deed, str]:
+            before = rows.first()
+            change()
+            return rows.first() or before or Schedule(name=name), deed, said
+
+        perform(request, using, changed, refusal="")
         return self.led_to_list(request)

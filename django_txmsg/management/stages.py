@@ -65,15 +65,12 @@ class PausingCommand(BaseCommand):
         verb, by = "Paused" if paused else "Resumed", f"command: {operator()}"
         for name in options["name"]:
             kind = type(self)
-            try:
-                using = kind.database(name)
-                with transaction.atomic(using=using):
-                    changed = kind.change(name, paused=paused, by=by, why=why)
-                    if changed is not None:
-                        what = f"{self.noun} {name}"
-                        record(using, *pausing.entry(what, paused=paused, why=why))
-            except LookupError as error:
-                raise CommandError(f"There is no {self.noun} {name!r} here.") from error
+            using = kind.database(name)
+            with transaction.atomic(using=using):
+                changed = kind.change(name, paused=paused, by=by, why=why)
+                if changed is not None:
+                    what = f"{self.noun} {name}"
+                    record(using, *pausing.entry(what, paused=paused, why=why))
             shown = printable(name)
             self.stdout.write(
                 f"{verb} {shown}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from django.db import router
 
 from .. import conf
+from ..errors import ConfigurationError
 from ..models import DeadLetter, InboxMessage, Schedule, StageState, Worker
 from ..models.dead_letter import Resolution
 from ..models.monitoring import Deed
@@ -16,12 +17,12 @@ def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | Non
     """Pause or resume a stage. The consumers of a paused stage finish the messages in
     progress and take no new ones. Returns the stage's row, or None if nothing changed.
 
-    Raises LookupError for an unknown stage, because its name may be misspelt.
+    Raises ConfigurationError for an unknown stage, because its name may be misspelt.
     """
     using = router.db_for_write(StageState)
     states = StageState.objects.db_manager(using)
     if not is_known(name, using):
-        raise LookupError(name)
+        raise ConfigurationError(f"There is no stage {name!r} here.")
     changed = states.pause(name, by=by, why=why) if paused else states.resume(name)
     return states.get(stage=name) if changed else None
 
@@ -29,7 +30,9 @@ def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | Non
 def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | None:
     """Pause a recurring message, or resume it. After it is resumed, its first message
     is stored at its next tick. Returns the recurring message's row, or None if nothing
-    changed. Raises LookupError for an unknown name."""
+    changed. Raises ConfigurationError for an unknown name."""
+    if name not in {one.name for one in schedule.read()}:
+        raise ConfigurationError(f"There is no recurring message {name!r} here.")
     service = conf.get().SERVICE
     rows = Schedule.objects.db_manager(schedule.database_of(name))
     changed = (

@@ -81,13 +81,13 @@ def late(using: str, now: dt.datetime) -> list[Timing]:
 
 
 def database_of(name: str) -> str:
-    """Return the database that stores a recurring message. Raises LookupError for an
-    unknown name."""
+    """Return the database that stores a recurring message. For an unknown name, return
+    the outbox's database."""
     for one in read():
         if one.name == name:
             row: Any = one.row
             return one.recurring.alias if one.recurring else str(row._state.db)
-    raise LookupError(name)
+    return router.db_for_write(Schedule)
 
 
 def _timing(

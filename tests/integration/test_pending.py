@@ -305,7 +305,7 @@ def test_the_console_cancels_and_reschedules_with_its_permissions(
         assert "is not a number of minutes" in said.content.decode()
     ada.post(f"{page}reschedule/", {"minutes": "90"})
     said = ada.post(f"{page}cancel/", {"why": "<b>twice</b>"}, follow=True)
-    assert "Cancelled the message." in said.content.decode()
+    assert f"Cancelled message {one}: " in said.content.decode()
     assert "&lt;b&gt;twice&lt;/b&gt;" in said.content.decode()
     assert "Cancel the message" not in said.content.decode()
     said = ada.post(f"{page}cancel/", follow=True)
