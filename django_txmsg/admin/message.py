@@ -320,8 +320,8 @@ class MessagePages(Pages):
             request, OutboxMessage, message_id, Deed.CANCEL,
             f"Cancelled message {message_id}{why}",
             lambda: cancel_message(message_id, why=by, using=using),
-            "Not cancelled: it is no longer pending, a relay is sending it now, or a run "
-            "of a flow waits for it.",
+            "Not cancelled: it is no longer pending, a relay is sending it now, or a "
+            "run of a flow waits for it.",
         )  # fmt: skip
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
@@ -353,7 +353,8 @@ class MessagePages(Pages):
             request, InboxMessage, message_id, Deed.STOP,
             f"Asked to stop message {message_id}{why}",
             lambda: deadline.ask_to_stop(message_id, using=using, why=by),
-            "Not asked to stop: it has ended or is parked, or its stage has no timeout.",
+            "Not asked to stop: it has ended or is parked, or its stage has no "
+            "timeout.",
         )  # fmt: skip
 
     def _perform(
@@ -395,8 +396,8 @@ def _insist(request: HttpRequest, permission: str) -> None:
 
 
 def _reason(request: HttpRequest, most: int) -> tuple[str, str]:
-    """Return two texts: the end of the audit entry's sentence, and the user's name. Both
-    contain the reason, if the user entered one."""
+    """Return two texts: the end of the audit entry's sentence, and the user's name.
+    Both contain the reason, if the user entered one."""
     why = given(request)[:most]
     because = f": {why}" if why else ""
     return because or ".", f"by {operator(request)}{because}"

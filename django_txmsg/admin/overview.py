@@ -37,9 +37,6 @@ _LISTS = (
 
 BAR, GAP, HEIGHT = 8, 2, 44
 
-#: Up to this number, idle places are listed; more are folded.
-FEW = 8
-
 #: The charts by series: the title, and the table that the user must be allowed to see.
 _CHARTS = {
     "stored": ("Stored", "outboxmessage"),
@@ -135,20 +132,11 @@ def _address(request: HttpRequest, alarm: Alarm) -> str:
     return f"{address(request, page)}{alarm.query}"
 
 
-def _in_order(places: dict[str, Place]) -> tuple[list[Place], list[Place]]:
-    """Return two lists of places: busy places, worst first, and idle places. If only a
-    few places are idle, put all places into the first list."""
-    ordered = sorted(
+def _in_order(places: dict[str, Place]) -> list[Place]:
+    """Return the places, worst first."""
+    return sorted(
         places.values(), key=lambda one: (-one.waiting.overdue, -one.dead, one.name)
     )
-    busy = [one for one in ordered if _matters(one)]
-    quiet = [one for one in ordered if not _matters(one)]
-    return (busy, quiet) if len(quiet) > FEW else (ordered, [])
-
-
-def _matters(place: Place) -> bool:
-    waits = place.waiting.count or place.line.count
-    return bool(waits or place.dead or place.muted or place.paused_at)
 
 
 def chart(series: str, title: str, hours: list[Hour]) -> Chart:

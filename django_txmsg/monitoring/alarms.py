@@ -6,7 +6,7 @@ import datetime as dt
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 from .. import conf, wire
@@ -116,20 +116,15 @@ def _outages(status: Status) -> Iterator[Alarm]:
 
 
 def _outbox(status: Status) -> Iterator[Alarm]:
-    waiting = status.outbox
-    if not waiting.overdue:
-        return
     why = (
         "Does the broker answer? Run manage.py txmsg doctor."
         if status.attendance.relayed
         else "No relay is running: start manage.py relay, or manage.py txmsg run."
     )
     late = {name: one.waiting for name, one in status.destinations.items()}
-    many = waiting.overdue != 1
-    yield Alarm(
-        f"{capped(waiting.overdue)} message{'s' * many} in the outbox "
-        f"{'are' if many else 'is'} overdue",
-        f"{_since(waiting, status.now)}, to {_late(late)}. {why}",
+    return _overdue(
+        status.outbox, status.now, "message in the outbox is overdue",
+        "messages in the outbox are overdue", f", to {_late(late)}. {why}",
         table="outboxmessage", query="?state=overdue", about="outbox",
     )  # fmt: skip
 
@@ -138,20 +133,17 @@ def _unrelayed(status: Status) -> Iterator[Alarm]:
     for name, waiting in status.unrelayed.items():
         if name == conf.get().SERVICE:
             continue  # another alarm says so
-        many = waiting.overdue != 1
-        yield Alarm(
-            f"{capped(waiting.overdue)} message{'s' * many} of service {name} "
-            f"wait{'s' * (not many)}, and no relay of {name} is running",
-            f"{_since(waiting, status.now)}. Start one. If this service was called "
+        yield from _overdue(
+            waiting, status.now,
+            f"message of service {name} waits, and no relay of {name} is running",
+            f"messages of service {name} wait, and no relay of {name} is running",
+            ". Start one. If this service was called "
             f'{name} before, add the name to TXMSG["FORMER_SERVICES"].',
             table="outboxmessage", query="?state=overdue", about=name,
         )  # fmt: skip
 
 
 def _queues(status: Status) -> Iterator[Alarm]:
-    waiting = status.queued
-    if not waiting.overdue:
-        return
     consumed = consumers_of_queues()
     strange = [
         label
@@ -159,19 +151,16 @@ def _queues(status: Status) -> Iterator[Alarm]:
         if one.overdue and one.name not in consumed and not wire.is_control(one.name)
     ]
     unknown = f" No stage here consumes {listed(strange)}." if strange else ""
-    many = waiting.overdue != 1
-    yield Alarm(
-        f"{capped(waiting.overdue)} message{'s' * many} in the embedded broker "
-        f"wait{'s' * (not many)} to be consumed",
-        f"{_since(waiting, status.now)}, in {_late(status.queues)}.{unknown}",
+    return _overdue(
+        status.queued, status.now,
+        "message in the embedded broker waits to be consumed",
+        "messages in the embedded broker wait to be consumed",
+        f", in {_late(status.queues)}.{unknown}",
         table="outboxmessage", query="#queues", about="queues",
     )  # fmt: skip
 
 
 def _redeliveries(status: Status) -> Iterator[Alarm]:
-    waiting = status.parked
-    if not waiting.overdue:
-        return
     late = {name: one.waiting for name, one in status.stages.items()}
     strange = [
         label
@@ -179,10 +168,9 @@ def _redeliveries(status: Status) -> Iterator[Alarm]:
         if one.waiting.overdue and not one.known and not one.workers
     ]
     unknown = f" No stage here is called {listed(strange)}." if strange else ""
-    yield Alarm(
-        f"{capped(waiting.overdue)} redeliver"
-        f"{'y is' if waiting.overdue == 1 else 'ies are'} overdue",
-        f"{_since(waiting, status.now)}, of {_late(late)}.{unknown}",
+    return _overdue(
+        status.parked, status.now, "redelivery is overdue", "redeliveries are overdue",
+        f", of {_late(late)}.{unknown}",
         table="inboxmessage", query="?state=overdue", about="redeliveries",
     )  # fmt: skip
 
@@ -200,26 +188,21 @@ def _late_ticks(status: Status) -> Iterator[Alarm]:
 
 
 def _deadlines(status: Status) -> Iterator[Alarm]:
-    waiting = total(status.deadlines.values())
-    if not waiting.overdue:
-        return
-    many = waiting.overdue != 1
-    yield Alarm(
-        f"{capped(waiting.overdue)} deadline{'s' * many} of flows "
-        f"{'have' if many else 'has'} passed, and the time-out "
-        f"{'messages are' if many else 'message is'} not stored",
-        f"{_since(waiting, status.now)}, of service {_late(status.deadlines)}. Only a "
-        f"relay of the service in which the flow is declared stores them.",
+    return _overdue(
+        total(status.deadlines.values()), status.now,
+        "deadline of flows has passed, and the time-out message is not stored",
+        "deadlines of flows have passed, and the time-out messages are not stored",
+        f", of service {_late(status.deadlines)}. Only a relay of the service in which "
+        "the flow is declared stores them.",
         about="deadlines",
     )  # fmt: skip
 
 
 def _stuck(status: Status) -> Iterator[Alarm]:
     for one in [flow for flow in status.runs if flow.stuck]:
-        many = one.stuck != 1
         yield Alarm(
-            f"{capped(one.stuck)} run{'s' * many} of flow {one.flow} "
-            f"{'are' if many else 'is'} stuck at an undo",
+            _many(one.stuck, f"run of flow {one.flow} is",
+                  f"runs of flow {one.flow} are") + " stuck at an undo",
             f", of {capped(one.undoing)} that are undoing their work. Redeliver its "
             f"dead letter. Discard it only if its reason is undo_in_doubt.",
             table="run", query=f"?state=undo+stuck&flow={quote(one.flow, safe='')}",
@@ -229,19 +212,18 @@ def _stuck(status: Status) -> Iterator[Alarm]:
 
 def _left_behind(status: Status) -> Iterator[Alarm]:
     for place in status.stages.values():
-        newer = place.newer
+        newer, stage = place.newer, place.label
         if newer is None or newer.since is None:
             continue
         age = status.now - newer.since
         if age <= DEPLOYED:
             continue
-        many = newer.count != 1
         yield Alarm(
-            f"{capped(newer.count)} message{'s' * many} of stage {place.label} "
-            f"need{'s' * (not many)} newer code",
+            _many(newer.count, f"message of stage {stage} needs",
+                  f"messages of stage {stage} need") + " newer code",
             f": {newer.type} version {newer.version}, for {duration(age)}. Deploy it; "
             f"or, after a roll-back, bury these messages.",
-            table="inboxmessage", query="?state=newer", about=place.label,
+            table="inboxmessage", query="?state=newer", about=stage,
         )  # fmt: skip
 
 
@@ -261,11 +243,10 @@ def _full(status: Status) -> Iterator[Alarm]:
 
 def _held_keys(status: Status) -> Iterator[Alarm]:
     for one in status.held_keys:
-        many = one.count != 1
         since = duration(status.now - one.since)
         yield Alarm(
-            f"{capped(one.count)} message{'s' * many} of key {one.key!r} "
-            f"wait{'s' * (not many)} at stage {one.stage}",
+            _many(one.count, f"message of key {one.key!r} waits",
+                  f"messages of key {one.key!r} wait") + f" at stage {one.stage}",
             f" for {one.waits_for}, {one.why}, since {since}. To let the key go on "
             "without it: manage.py order let_go.",
             table="inboxmessage", query="?state=blocked",
@@ -286,13 +267,10 @@ def _lost(status: Status) -> Iterator[Alarm]:
 def _dead(status: Status) -> Iterator[Alarm]:
     if not status.dead:
         return
-    many = status.dead != 1
     oldest = status.oldest_dead
     since = f", the oldest {duration(status.now - oldest)} ago" if oldest else ""
-    yield Alarm(
-        f"{status.dead:,} dead letter{'s' * many}", f"{since}{_in(status)}.",
-        table="deadletter",
-    )  # fmt: skip
+    what = f"{status.dead:,} dead letter{'s' * (status.dead != 1)}"
+    yield Alarm(what, f"{since}{_in(status)}.", table="deadletter")
 
 
 def _in(status: Status) -> str:
@@ -391,17 +369,27 @@ def _limited(found: list[Alarm], more: str) -> list[Alarm]:
     return [*found[:LINES], rest]
 
 
+def _many(count: int, one: str, several: str) -> str:
+    """Return a count with the words for one thing, or for several."""
+    return f"{capped(count)} {one if count == 1 else several}"
+
+
+def _overdue(
+    waiting: Waiting, now: dt.datetime, one: str, several: str, more: str, **where: Any
+) -> Iterator[Alarm]:
+    """Yield an alarm if any of the messages is overdue. `one` and `several` are the
+    words after their number, and `more` follows the age of the oldest."""
+    if waiting.overdue:
+        oldest = waiting.oldest_due
+        since = f", the oldest for {duration(now - oldest)}" if oldest else ""
+        yield Alarm(_many(waiting.overdue, one, several), f"{since}{more}", **where)
+
+
 def _who(place: Place, age: dt.timedelta) -> str:
     more = ""
     if waiting := place.waiting.count:
-        what = "redelivery waits" if waiting == 1 else "redeliveries wait"
-        more = f"; {capped(waiting)} {what}"
+        more = f"; {_many(waiting, 'redelivery waits', 'redeliveries wait')}"
     return f" By {place.paused_by or 'unknown'}, {duration(age)} ago{more}."
-
-
-def _since(waiting: Waiting, now: dt.datetime) -> str:
-    oldest = waiting.oldest_due
-    return f", the oldest for {duration(now - oldest)}" if oldest else ""
 
 
 def _late(places: Mapping[str, Waiting]) -> str:

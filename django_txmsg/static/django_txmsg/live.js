@@ -22,12 +22,6 @@
     parts(document).forEach((part, index) => {
       const next = fresh[index];
       if (!next) return;
-      // What the reader has opened stays open.
-      for (const box of part.querySelectorAll("input[type=checkbox][id]")) {
-        const same = next.querySelector(`#${box.id}`);
-        if (same && box.checked) same.setAttribute("checked", "");
-        if (box.checked) box.setAttribute("checked", "");
-      }
       // What is the same stays: a button must not vanish under a finger.
       if (!part.isEqualNode(next)) part.replaceWith(next);
     });
