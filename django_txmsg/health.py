@@ -79,12 +79,12 @@ def look(*aliases: str) -> dict[str, Any]:
     stuck = sum(runs.stuck(using).total() for using in readable)
     further = {
         "read_only": found.read_only,
-        "outages": len(found.late_outages),
+        "outages": len(found.attendance.late_outages),
         "stuck_undos": stuck,
         "late_ticks": len(found.late_ticks),
     }
     words = ["ok", *(name for name, age in THRESHOLDS if max(oldest.values()) >= age)]
-    if ordered["held_keys"] or found.late_outages or found.late_ticks:
+    if ordered["held_keys"] or found.attendance.late_outages or found.late_ticks:
         words.append("late")
     blocked = ordered["full_stages"] or stuck or found.read_only
     if found.unattended or blocked or (newer and now - min(newer) > DEPLOYED):

@@ -295,7 +295,7 @@ class Collector:
         for worker in [*present.living, *present.lost]:
             age = (now - worker.heartbeat_at).total_seconds()
             gauges.set("worker_heartbeat_age_seconds", age, worker=worker.name)
-        for one in picture.outages:
+        for one in present.outages:
             lasts = max((now - one.since).total_seconds(), 0.0)
             gauges.set("outage_seconds", lasts, kind=one.kind, name=one.name)
         for alias in [*picture.databases, *picture.with_only_queues]:

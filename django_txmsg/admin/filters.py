@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from django.http import HttpRequest
 from django.utils import timezone
 from django.utils.dateparse import parse_date, parse_datetime
 
-from ..monitoring import recent
+from ..monitoring.status import NEWEST
 from .counting import OLDER, count, listed
 
 
@@ -77,11 +78,12 @@ class PlaceFilter(CountingFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         """Yield each value, and how many of the newest rows have this value."""
-        using, model = model_admin.get_queryset(request).db, model_admin.model
-        found = recent.values(using, model, str(self.parameter_name))
+        using = model_admin.get_queryset(request).db
+        rows = model_admin.model._default_manager.using(using).order_by("-pk")
+        found = Counter(rows.values_list(self.parameter_name, flat=True)[:NEWEST])
         counts = dict.fromkeys(self.known(), 0) | found
         # "12+": there may be more.
-        more = "+" if sum(counts.values()) >= recent.RECENT else ""
+        more = "+" if found.total() >= NEWEST else ""
         for name, number in sorted(counts.items()):
             yield name, f"{name} ({number:,}{more})"
 

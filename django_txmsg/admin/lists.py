@@ -18,7 +18,7 @@ from django.utils.safestring import SafeString
 from ..models import Alert, IdempotencyKey, Worker
 from ..models.fields import clock
 from ..models.monitoring import Deed
-from ..monitoring import attendance, presence
+from ..monitoring import attendance
 from ..monitoring.alerting import said_unwatched
 from ..stages import all_stages
 from . import display
@@ -81,7 +81,7 @@ class WorkerAdmin(ReadOnlyAdmin):
             "now": now,
             "live": "live" in request.GET,
             "unattended": present.unattended([one.name for one in all_stages()]),
-            "running": presence.read_running([*present.living, *present.lost]),
+            "running": present.running,
             "living": {worker.pk for worker in present.living},
         }
         return self.show(request, "running", "Running now", context)

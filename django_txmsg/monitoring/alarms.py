@@ -104,8 +104,8 @@ def _unconsumed_stages(status: Status) -> Iterator[Alarm]:
 
 
 def _outages(status: Status) -> Iterator[Alarm]:
-    late = status.late_outages
-    for one in status.outages:
+    late = status.attendance.late_outages
+    for one in status.attendance.outages:
         many = f", by {one.processes} processes" if one.processes > 1 else ""
         yield Alarm(
             f"{one.kind[:1].upper()}{one.kind[1:]} {one.name} cannot be used",

@@ -136,9 +136,8 @@ class Alerting(TimeLoop):
         ours = alerts.filter(service__in=conf.get().services, ended_at=None)
         opened = {one.name: one for one in ours}
         # An alert lasts while any process cannot reach the database.
-        away = {
-            f"database/{one.name}" for one in picture.outages if one.kind == "database"
-        }
+        outages = picture.attendance.outages
+        away = {f"database/{one.name}" for one in outages if one.kind == "database"}
         changed = (found.keys() ^ opened.keys()) - (away & opened.keys())
         # What lasts for a moment only, as in a deployment, is not reported.
         self._first_seen = {name: self._first_seen.get(name, now) for name in changed}

@@ -52,13 +52,16 @@ class Hour:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def last_day(using: str, now: dt.datetime) -> list[Hour]:
-    """Return the last 24 hours, oldest first. The last one is the current hour."""
+def last_day(now: dt.datetime, *aliases: str) -> list[Hour]:
+    """Return the last 24 hours in all of these databases, oldest first. The last one is
+    the current hour."""
     first = _first_hour(now)
     hours = [Hour(first + n * _HOUR) for n in range(HOURS)]
-    counted, open_since = _remembered(using, first)
-    found = Counter(counted)
-    found.update(_not_remembered(using, open_since, now))
+    found: Counter[tuple[dt.datetime, str]] = Counter()
+    for using in aliases:
+        counted, open_since = _remembered(using, first)
+        found.update(counted)
+        found.update(_not_remembered(using, open_since, now))
     for (start, series), count in found.items():
         index = (start - first) // _HOUR
         if 0 <= index < HOURS:

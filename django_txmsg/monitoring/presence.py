@@ -1,17 +1,15 @@
-"""A process's row in the table of workers, with its heartbeat and the messages that its
-handlers were processing at the heartbeat."""
+"""A process's row in the table of workers, with its heartbeat, its outages and the
+messages that its handlers were processing at the heartbeat."""
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from django.db import transaction
@@ -26,11 +24,11 @@ from ..models.worker import silent_after
 from ..runtime import breaker, database_health, liveness
 from ..runtime.connections import recycle
 from ..runtime.thread_group import ThreadGroup
-from . import attendance, outages
-from .waiting import OVERDUE
+from . import attendance
 
-#: Most messages that a process writes into its row: those that have run longest.
-MOST_RUNNING = 100
+#: Most messages that a process writes into its row: those that have run longest; and
+#: most outages.
+MOST_RUNNING, MOST_OUTAGES = 100, 50
 
 
 class Presence:
@@ -63,7 +61,7 @@ class Presence:
                 "version": self._version,
                 "in_flight": in_flight,
                 "silent_after": silent_after(conf.get().CONSUME.HEARTBEAT),
-                "outages": outages.as_json(breaker.outages()),
+                "outages": _outages_as_json(),
                 # A relay may share its process with a consumer, whose row has them.
                 "running": _running_as_json() if self._kind == "consumer" else [],
             }
@@ -177,18 +175,6 @@ class Presence:
         database_health.retry(self._using, what).run(action)
 
 
-@dataclass(frozen=True)
-class RunningHandler:
-    """A message that a handler was processing at the last heartbeat of its worker."""
-
-    worker: Worker
-    thread: str
-    stage: str
-    message_id: uuid.UUID
-    attempt: int
-    since: dt.datetime
-
-
 def _running_as_json() -> list[dict[str, Any]]:
     """Return the messages that handlers of this process are processing, as JSON for the
     worker's row. Each has its duration so far, in seconds.
@@ -209,31 +195,16 @@ def _running_as_json() -> list[dict[str, Any]]:
     ]
 
 
-def running_long(present: attendance.Attendance) -> set[tuple[str, uuid.UUID]]:
-    """Return the messages that handlers of live processes have been processing for
-    longer than OVERDUE, each with its stage: several stages may process one message of
-    a topic."""
-    return {
-        (one.stage, one.message_id)
-        for one in read_running(present.living)
-        if present.now - one.since > OVERDUE
-    }
-
-
-def read_running(workers: Iterable[Worker]) -> list[RunningHandler]:
-    """Return the messages that these processes were processing, longest first. Entries
-    that cannot be read, because another version of the code has written them, are
-    omitted."""
-    found = []
-    for worker in workers:
-        for given in worker.running if isinstance(worker.running, list) else ():
-            try:
-                since = worker.heartbeat_at - dt.timedelta(seconds=given["seconds"])
-                thread, stage = str(given["thread"]), str(given["stage"])
-                message_id, attempt = uuid.UUID(given["message"]), int(given["attempt"])
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-                continue
-            found.append(
-                RunningHandler(worker, thread, stage, message_id, attempt, since)
-            )
-    return sorted(found, key=lambda one: one.since)
+def _outages_as_json() -> list[dict[str, Any]]:
+    """Return the outages of this process as JSON for its row, each with its duration so
+    far, in seconds."""
+    return [
+        {
+            "kind": one.kind,
+            "name": one.name,
+            "seconds": round(one.seconds, 1),
+            # PostgreSQL cannot store NUL.
+            "error": one.error.replace("\0", ""),
+        }
+        for one in breaker.outages()[:MOST_OUTAGES]
+    ]

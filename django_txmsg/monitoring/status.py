@@ -8,16 +8,18 @@ every database in use. The health view uses the same functions, but counts less.
 from __future__ import annotations
 
 import datetime as dt
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from django.db import Error as AnyDatabaseError
 from django.db import router
 
 from .. import conf, wire
 from ..brokers import find_broker
-from ..models import OutboxMessage, StageState, Worker
+from ..models import InboxMessage, OutboxMessage, StageState, Worker
 from ..models.fields import clock
 from ..models.monitoring import PERIOD
 from ..models.queue import queue_name
@@ -26,17 +28,13 @@ from . import (
     attendance,
     databases,
     dead,
-    outages,
     periods,
-    presence,
-    recent,
     runs,
     schedule,
     subscriptions,
     turns,
 )
 from .attendance import Attendance
-from .outages import Known
 from .runs import Runs
 from .schedule import Timing
 from .subscriptions import Subscription
@@ -55,6 +53,9 @@ from .waiting import (
 
 #: Destinations that received a message in the last period of this length.
 RECENT = dt.timedelta(days=1)
+
+#: Number of rows that are read to find the last activity of each place.
+NEWEST = 2_000
 
 
 def unconsumed(
@@ -212,16 +213,6 @@ class Status:
         return sum(one.overdue for one in waiting) + len(self.late_ticks)
 
     @property
-    def outages(self) -> list[Known]:
-        """The current outages of live processes."""
-        return outages.read(self.attendance.living)
-
-    @property
-    def late_outages(self) -> list[Known]:
-        """The outages that have lasted too long."""
-        return outages.late(self.outages, self.now)
-
-    @property
     def unattended(self) -> list[str]:
         """The stages that are declared here but run in no live process."""
         declared = [place.name for place in self.stages.values() if place.known]
@@ -301,7 +292,7 @@ def _read_waiting(
         place.waiting = total([place.waiting, waiting])
         service = status.services.get(waiting.service, Waiting())
         status.services[waiting.service] = total([service, waiting])
-    running = presence.running_long(status.attendance)
+    running = status.attendance.running_long
     for waiting in in_inbox(using, paused, running, most=most):
         _place(status.stages, waiting.name, using).waiting = waiting
     for name, newer in for_newer_code(using, most=0 if brief else CAP).items():
@@ -324,10 +315,10 @@ def _read_waiting(
 def _read_more(status: Status, using: str) -> None:
     """Add the last activity, the dead letters and the runs in one database to
     `status`."""
-    for name, (last, broker) in recent.last_dispatched(using).items():
+    for name, (last, broker) in last_dispatched(using).items():
         place = _place(status.destinations, name, using)
         place.last, place.broker = last, broker
-    for name, last, processing, critical in recent.last_processed(using):
+    for name, last, processing, critical in last_processed(using):
         place = _place(status.stages, name, using)
         place.last, place.processing, place.critical = last, processing, critical
     for (series, name), last in periods.last_active(using, status.now).items():
@@ -348,6 +339,44 @@ def _read_more(status: Status, using: str) -> None:
         place.dead += one.count
         place.oldest_dead = min(filter(None, (place.oldest_dead, one.first)))
     status.runs += runs.read(using)
+
+
+def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:
+    """Return the time and the broker of the last dispatch to each destination, from the
+    newest rows."""
+    rows = OutboxMessage.objects.using(using).order_by("-pk")
+    newest = rows.values_list("destination", "dispatched_at", "broker")[:NEWEST]
+    # The last one of a destination remains.
+    ordered = sorted(newest, key=lambda row: (row[1] is not None, row[1]))
+    return {name: (last, broker) for name, last, broker in ordered}
+
+
+def last_processed(
+    using: str,
+) -> list[tuple[str, dt.datetime | None, float | None, float | None]]:
+    """Return, for each stage in the newest rows, when it last processed a message. Also
+    return the 95th percentiles of its processing time and of its critical time, in
+    seconds."""
+    rows = InboxMessage.objects.using(using).order_by("-pk")
+    columns = ("stage", "processed_at", "started_at", "created_at")
+    times: dict[str, list[Any]] = {}
+    for stage, *instants in rows.values_list(*columns)[:NEWEST]:
+        times.setdefault(stage, []).append(instants)
+    return [
+        (
+            stage,
+            max((processed for processed, _, _ in found if processed), default=None),
+            _p95((p - s).total_seconds() for p, s, _ in found if p and s),
+            _p95((p - c).total_seconds() for p, _, c in found if p and c),
+        )
+        for stage, found in sorted(times.items())
+    ]
+
+
+def _p95(values: Iterable[float]) -> float | None:
+    """Return the smallest value that at least 95 % of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[math.ceil(0.95 * len(ordered)) - 1] if ordered else None
 
 
 def _read_queues(

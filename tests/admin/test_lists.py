@@ -20,7 +20,7 @@ from django_txmsg.admin import counting
 from django_txmsg.admin.base import ReadOnlyAdmin
 from django_txmsg.models import AuditEntry, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.monitoring import Deed
-from django_txmsg.monitoring import recent
+from django_txmsg.admin import filters
 from tests import factories
 
 OUTBOX = "/admin/django_txmsg/outboxmessage/"
@@ -185,7 +185,7 @@ def test_filters_count_the_newest_and_say_so(
 ) -> None:
     factories.OutboxMessageFactory.create_batch(8)
     factories.InboxMessageFactory.create_batch(2)
-    monkeypatch.setattr(recent, "RECENT", 5)
+    monkeypatch.setattr(filters, "NEWEST", 5)
 
     assert "orders.place (5+)" in viewer.get(OUTBOX).content.decode()
     assert "orders.place (2)" in viewer.get(INBOX).content.decode()

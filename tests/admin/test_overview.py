@@ -13,7 +13,7 @@ from django.utils import timezone
 
 from django_txmsg import stages
 from django_txmsg.models import PeriodCount
-from django_txmsg.monitoring import periods, recent, status, waiting
+from django_txmsg.monitoring import periods, status, waiting
 from tests import factories
 
 from . import shop
@@ -108,7 +108,7 @@ def test_times_of_a_stage_are_95th_percentiles(
             started_at=began,
             processed_at=began + dt.timedelta(seconds=seconds),
         )
-    [(stage, _, processing, critical)] = recent.last_processed("default")
+    [(stage, _, processing, critical)] = status.last_processed("default")
 
     assert (stage, processing, critical) == ("orders.place", shown, shown)
     assert "Processing <small>p95</small>" in viewer.get(URL).content.decode()
@@ -124,11 +124,11 @@ def test_the_chart_counts_each_hour_and_remembers_closed_periods(
     factories.OutboxMessageFactory(created_at=factories.ago(hours=30), dispatched=True)
     now = timezone.now()
 
-    first = periods.last_day("default", now)
+    first = periods.last_day(now, "default")
     periods.remember("default", now)
     remembered = PeriodCount.objects.count()
     factories.OutboxMessageFactory(created_at=factories.ago(seconds=1))
-    second = periods.last_day("default", timezone.now())
+    second = periods.last_day(timezone.now(), "default")
 
     assert sum(hour.counts["stored"] for hour in first) == 3
     assert sum(hour.counts["dispatched"] for hour in first) == 3
@@ -157,20 +157,20 @@ def test_remembered_periods_are_not_read_again(db: None) -> None:
 
     row.delete()  # as pruning does
 
-    again = periods.last_day("default", now)
+    again = periods.last_day(now, "default")
     assert sum(hour.counts["stored"] for hour in again) == 1
 
 
 def test_without_workers_finished_periods_are_counted_once(db: None) -> None:
     now = timezone.now()
     old = factories.OutboxMessageFactory(created_at=factories.ago(hours=3))
-    periods.last_day("default", now)
+    periods.last_day(now, "default")
     old.delete()  # only a look at its hour would notice
     factories.OutboxMessageFactory(created_at=factories.ago(minutes=2))
 
-    second = periods.last_day("default", timezone.now())
+    second = periods.last_day(timezone.now(), "default")
     periods.remember("default", now)
-    third = periods.last_day("default", timezone.now())
+    third = periods.last_day(timezone.now(), "default")
 
     assert sum(hour.counts["stored"] for hour in second) == 2
     assert sum(hour.counts["stored"] for hour in third) == 1
@@ -183,7 +183,7 @@ def test_a_place_behind_many_newer_rows_is_shown(
     """The only row of a place (a stage or a destination) is not among the newest rows
     that the overview reads. The overview shows the place as soon as a worker has stored
     the place's counts."""
-    monkeypatch.setattr(recent, "RECENT", 3)
+    monkeypatch.setattr(status, "NEWEST", 3)
     declared("parcels.send")
     factories.OutboxMessageFactory(
         destination="parcels.sned", created_at=factories.ago(minutes=9), dispatched=True
@@ -216,7 +216,7 @@ def test_broker_of_a_destination_is_that_of_its_last_dispatch(db: None) -> None:
     last = factories.OutboxMessageFactory(broker="new", **moved)
     factories.OutboxMessageFactory(broker="pending", destination="moved")
 
-    found = recent.last_dispatched("default")
+    found = status.last_dispatched("default")
 
     assert found == {"moved": (last.dispatched_at, "new")}
 

@@ -38,7 +38,7 @@ def test_message_that_waited_or_ran_for_hours_is_counted(mode: Any) -> None:
 
         forget_counts()
         now = timezone.now()
-        hours = periods.last_day("default", now)
+        hours = periods.last_day(now, "default")
         assert (runs, sum(one.counts["processed"] for one in hours)) == ([1, 2], 1)
         last = status.read().stages[stage.name].last
         assert last is not None
@@ -56,7 +56,7 @@ def test_only_a_message_that_ended_much_later_has_an_index_entry_for_it() -> Non
 
 
 def count(now: dt.datetime) -> int:
-    hours = periods.last_day("default", now)
+    hours = periods.last_day(now, "default")
     return sum(one.counts["processed"] for one in hours)
 
 

@@ -190,7 +190,7 @@ def facts(picture: Status) -> dict[str, Any]:
         "outages": [
             values(one, "kind", "name", "error", "processes")
             | {"age": _seconds(one.since, now)}
-            for one in picture.outages
+            for one in picture.attendance.outages
         ],
         "workers": [
             values(worker, "name", "kind", "stages", "in_flight")
