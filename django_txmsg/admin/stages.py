@@ -79,7 +79,8 @@ class PausableAdmin(ReadOnlyAdmin):
 
         def change() -> tuple[Model, Deed, str] | None:
             row = self.change(name, paused=paused, by=operator(request), why=why)
-            return row and (row, *pausing.entry(what, paused=paused, why=why))
+            entry = pausing.entry(what, paused=paused, why=why)
+            return None if row is None else (row, *entry)
 
         perform(request, self.database(name), change, refusal)
         return self.led_to_list(request)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from html import unescape
-from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest

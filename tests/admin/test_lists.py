@@ -16,11 +16,10 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 import django_txmsg
-from django_txmsg.admin import counting
+from django_txmsg.admin import counting, filters
 from django_txmsg.admin.base import ReadOnlyAdmin
 from django_txmsg.models import AuditEntry, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.monitoring import Deed
-from django_txmsg.admin import filters
 from tests import factories
 
 OUTBOX = "/admin/django_txmsg/outboxmessage/"
