@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from django.apps import apps
-from django.db import DatabaseError, InterfaceError, router
+from django.db import DatabaseError, InterfaceError
 from django.dispatch import Signal
 from django.http import HttpRequest, HttpResponse
 
@@ -237,11 +237,7 @@ def uninstall() -> None:
 
 
 class Collector:
-    """Reads the figures at each scrape, from the database `using` or from all databases
-    in use."""
-
-    def __init__(self, using: str | None = None) -> None:
-        self._aliases = [using] if using else []
+    """Reads the figures of all databases in use, at each scrape."""
 
     def describe(self) -> Iterable[Any]:
         """Return nothing, so that the registry does not query the database when it
@@ -250,7 +246,7 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """Yield the gauges of all figures."""
-        picture = status.read(*self._aliases)
+        picture = status.read()
         gauges = Gauges(_client("prometheus_client.core").GaugeMetricFamily)
         now = picture.now
         ordered = {one.name for one in all_stages() if one.ordered}
@@ -281,8 +277,7 @@ class Collector:
             gauges.set("flow_open", flow.open, **labels)
             gauges.set("flow_undoing", flow.undoing, **labels)
             gauges.set("flow_undo_stuck", flow.stuck, **labels)
-        late = {timing.name for timing in picture.late_ticks}
-        overdue = {(one.name, one.alias): int(one.name in late) for one in recurring()}
+        overdue = {(one.name, one.alias): 0 for one in recurring()}
         for timing in picture.late_ticks:  # also those that were made at run time
             if timing.recurring is not None:
                 overdue[timing.name, timing.recurring.alias] = 1
@@ -310,8 +305,7 @@ class Collector:
         if not apps.is_installed("django_txmsg.spark"):
             return
         alerts = apps.get_model("txmsg_spark", "PipelineAlert")
-        using = self._aliases[0] if self._aliases else router.db_for_read(alerts)
-        for one in alerts._default_manager.using(using).order_by("service", "name"):
+        for one in alerts._default_manager.order_by("service", "name"):
             labels = {"alert": one.name, "service": one.service}
             gauges.set("pipeline_alert", int(one.firing), **labels)
             gauges.set("pipeline_value", one.value, **labels, unit=one.unit)

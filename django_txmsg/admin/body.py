@@ -14,7 +14,6 @@ from django.db.models.functions import Length, Substr
 from .. import conf, wire
 from ..dead_letters import masking
 from ..models import DeadLetter, InboxMessage, OutboxMessage
-from . import display
 
 #: Most of a body that its message's page shows.
 SHOWN = 64 * 1024
@@ -48,11 +47,6 @@ class Content:
     """Whether no part of the body is shown, because it is too large to be masked."""
     task: str = ""
     """The path of the task, masked."""
-
-    @property
-    def size_text(self) -> str:
-        """The size of the body as text."""
-        return display.size(self.size)
 
 
 def read(

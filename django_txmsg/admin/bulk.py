@@ -234,15 +234,6 @@ class ConfirmPages(Pages):
             page = "admin:django_txmsg_bulkoperation_change"
             return led(request, page, operation.pk)
         self._tell(request, operation)
-        died = token and kind != BulkKind.RESTORE
-        left = selection.matching(kind, filters, using=using).count() if died else 0
-        if left > operation.skipped:
-            more = left - operation.skipped
-            messages.info(
-                request,
-                f"{more:,} more ha{'s' if more == 1 else 've'} died since you opened "
-                f"this page, and {'is' if more == 1 else 'are'} untouched.",
-            )
         if operation.total == 1:
             letters = DeadLetter.objects.using(using)
             if letter := letters.filter(pk=operation.cursor).first():

@@ -17,6 +17,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from .. import wire
+from ..monitoring.lengths import amount as amount
 from ..monitoring.lengths import duration as duration
 from ..monitoring.turns import at_least as at_least
 from ..monitoring.waiting import capped as capped
@@ -148,15 +149,6 @@ def named(place: str, task: str | None) -> SafeString:
     if not task:
         return format_html("{}", place)
     return format_html("{}<br><small>{}</small>", place, cut(task))
-
-
-def size(count: int) -> str:
-    """Format a number of bytes, for example as "1.5 KiB"."""
-    if count < 1024:
-        return f"{count} byte{'s' * (count != 1)}"
-    if count < 1024 * 1024:
-        return f"{count / 1024:.1f} KiB"
-    return f"{count / 1024 / 1024:.1f} MiB"
 
 
 def cut(text: str, most: int = 140) -> str:

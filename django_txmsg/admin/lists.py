@@ -166,6 +166,6 @@ class IdempotencyAdmin(ReadOnlyAdmin):
     # The stored digest of the caller.
     who = display.column("caller", partial(display.mono_cut, most=24), "caller")
 
-    size = display.column("response", display.size, "length")
+    size = display.column("response", display.amount, "length")
 
     age = display.column("age", display.age, "created_at")

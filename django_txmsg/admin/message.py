@@ -299,7 +299,7 @@ class MessagePages(Pages):
         if content is None:
             raise Http404
         if content.unmaskable:
-            text = f"{content.size_text}: too large to be masked, so it is not shown.\n"
+            text = "The body is too large to be masked, so it is not shown.\n"
             return HttpResponse(text, status=413, content_type="text/plain")
         return HttpResponse(
             content.text if content.raw is None else content.raw,

@@ -4,58 +4,36 @@ box that shows how the state changed. Three lines fit the screen of a phone."""
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import uuid
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .. import wire
 from ..dead_letters import masking
 from ..flows.going import BACK
 from ..models import FlowStep, OutboxMessage, Run
-from . import display
 
-#: Most steps that are drawn, the newest; lines of a box; and characters of a line and
-#: of an arrow's label.
-MOST, LINES, LINE, LABEL = 100, 12, 44, 24
-#: Heights, in the units of the drawing, which is WIDTH wide.
-WIDTH, ARROW, HEAD, ROW, GAP = 340, 26, 22, 14, 8
-CALLER, FLOW, OTHERS = 12, 170, 328
-
-
-@dataclass
-class Arrow:
-    """A message from one line to another, or from the flow to itself."""
-
-    y: int
-    text: str
-    start: int
-    end: int
-
-    @property
-    def label(self) -> str:
-        """The text, shortened to fit."""
-        return display.cut(self.text, LABEL)
-
-    @property
-    def middle(self) -> float:
-        """The horizontal centre of the arrow."""
-        return (self.start + self.end) / 2
+#: Most steps that are drawn, the newest; and most lines of a box.
+MOST, LINES = 100, 12
+#: Heights, in the units of the drawing: from a box to the end of its arrow, of a box's
+#: head, of one of its lines, and below the last line.
+ARROW, HEAD, ROW, GAP = 26, 22, 14, 8
+CALLER, FLOW, OTHERS = "caller", "flow", "others"
 
 
 @dataclass
 class Box:
-    """The box of one step, with the changes of the state."""
+    """The box of one step, with the changes of the state, and the messages that come to
+    it and leave it. A message has the line at the other end of its arrow, and a
+    label."""
 
+    step: FlowStep
     y: int
-    step: str
-    at: dt.datetime
-    message_id: uuid.UUID
-    left: bool
     lines: list[tuple[str, str]]
-    arrows: list[Arrow] = field(default_factory=list)
+    came: tuple[str, str]
+    leaves: tuple[str, str] | None
 
     @property
     def height(self) -> int:
@@ -63,10 +41,9 @@ class Box:
         return HEAD + ROW * len(self.lines) + (GAP if self.lines else 0)
 
     @property
-    def texts(self) -> Iterator[tuple[int, str, str]]:
-        """Yield the lines in the box, each with its vertical position and kind."""
-        for number, (kind, text) in enumerate(self.lines, 1):
-            yield self.y + HEAD + number * ROW - 4, kind, display.cut(text, LINE)
+    def end(self) -> int:
+        """Where the box ends, with the arrow below it."""
+        return self.y + self.height + (ARROW if self.leaves else 0)
 
 
 @dataclass
@@ -93,24 +70,18 @@ def sequence(run: Run, *, signals: Collection[str], states: bool) -> Sequence:
         one.message_id: one.headers.get(wire.TYPE, "") for one in sent.defer("body")
     }
     state: Any = masking.of_run(run.flow, before[0].state) if before and states else {}
-    waits, y, boxes = before[0].then if before else "", ARROW, list[Box]()
+    waits, end, boxes = before[0].then if before else "", ARROW, list[Box]()
     for step in steps:
         lines: list[tuple[str, str]] = []
         if states:
             after = masking.of_run(run.flow, step.state)
             lines, state = difference(state, after), after
-        box = Box(
-            y + ARROW, step.step, step.created_at, step.message_id, step.left, lines
-        )
         came = _came(step, waits, types, signals, first=not boxes and not before)
-        box.arrows.append(_arrow(y + ARROW - GAP, came, inward=True))
-        y = box.y + box.height
         waits = step.then or waits
-        if step.then not in ("", "itself"):
-            y += ARROW
-            box.arrows.append(_arrow(y - GAP, _leaves(waits), inward=False))
-        boxes.append(box)
-    return Sequence(boxes, y + ARROW, rows.count() - len(steps))
+        leaves = _leaves(waits) if step.then not in ("", "itself") else None
+        boxes.append(Box(step, end + ARROW, lines, came, leaves))
+        end = boxes[-1].end
+    return Sequence(boxes, end + ARROW, rows.count() - len(steps))
 
 
 def difference(before: Any, after: Any) -> list[tuple[str, str]]:
@@ -141,7 +112,7 @@ def _came(
     signals: Collection[str],
     *,
     first: bool,
-) -> tuple[int, str]:
+) -> tuple[str, str]:
     """Return two values for the message that started a step: the line of the diagram
     at which the message's arrow begins, and the label of the arrow."""
     kind, _, place = waits.partition(" ")
@@ -167,7 +138,7 @@ def _came(
     }.get(kind, (FLOW, "goes on"))
 
 
-def _leaves(then: str) -> tuple[int, str]:
+def _leaves(then: str) -> tuple[str, str]:
     """Return two values for the message that a step sends: the line of the diagram at
     which the message's arrow ends, and the label of the arrow."""
     kind, _, place = then.partition(" ")
@@ -181,9 +152,3 @@ def _leaves(then: str) -> tuple[int, str]:
         "failed": (CALLER, "fails, undone"),
         "handed_over": (OTHERS, "hands over"),
     }.get(kind, (FLOW, then))
-
-
-def _arrow(y: int, told: tuple[int, str], *, inward: bool) -> Arrow:
-    place, text = told
-    ends = (place, FLOW) if inward else (FLOW, place)
-    return Arrow(y, text, *ends)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.db import router
 from django.db.models import Model
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpRequest, HttpResponse
 
 from .. import conf, contracts
 from ..consuming import rates
@@ -176,8 +176,7 @@ class StageAdmin(PausableAdmin):
         return self.led_to_list(request)
 
     def contract(self, request: HttpRequest) -> HttpResponse:
-        """Show the contract: which messages this service sends and receives.
-        `?format=json` returns the document itself."""
+        """Show the contract: which messages this service sends and receives."""
         insist(self.has_view_permission(request))
         file = contracts.path()
         context: dict[str, Any]
@@ -187,8 +186,6 @@ class StageAdmin(PausableAdmin):
         except ConfigurationError as error:
             context = {"problem": str(error)}
         else:
-            if request.GET.get("format") == "json":
-                return JsonResponse(contract, json_dumps_params={"indent": 2})
             context = {
                 "channels": channels(contract),
                 "committed": bool(before),

@@ -18,6 +18,7 @@ if apps.is_installed("django.contrib.admin"):
     for shown in (
         display.age,
         display.ago,
+        display.amount,
         display.at_least,
         display.badge,
         display.capped,

@@ -51,7 +51,7 @@ def test_letter_that_dies_after_the_question_is_untouched(
         150, stage="", fingerprint="b" * 16
     )
 
-    page = operator.post(URL, form, follow=True).content.decode()
+    operator.post(URL, form)
 
     before.refresh_from_db()
     assert (
@@ -59,7 +59,6 @@ def test_letter_that_dies_after_the_question_is_untouched(
     )
     assert open_letters() == len(after)
     assert BulkOperation.objects.get().total == 1
-    assert "150 more have died since you opened this page" in page
 
 
 def test_letter_that_died_again_asks_for_confirmation_again(

@@ -57,7 +57,6 @@ def test_the_contract_is_shown(viewer: Client) -> None:
     assert "version 2, read by version 1 and above" in page
     assert "&quot;text&quot;" in page
     assert "any: the stage takes the message as it is" in page
-    assert viewer.get(f"{URL}?format=json").json()["asyncapi"] == "3.0.0"
     assert URL in viewer.get("/admin/django_txmsg/stagestate/").content.decode()
 
 

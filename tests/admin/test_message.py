@@ -235,7 +235,7 @@ def test_a_body_of_5_mb_is_cut_and_served_whole_on_demand(operator: Client) -> N
     whole = operator.get(f"{url(row.message_id)}body/outbox/{row.pk}/")
 
     assert len(page.content) < 120_000
-    assert "Show all 5.0 MiB" in page.content.decode()
+    assert "Show all 5.2 MB" in page.content.decode()
     assert json.loads(whole.content) == ["x" * 100] * 50_000
     assert whole["Content-Type"] == "text/plain; charset=utf-8"
     assert whole["X-Content-Type-Options"] == "nosniff"

@@ -279,7 +279,7 @@ def test_a_full_stage_is_seen_everywhere(client: Client) -> None:
         assert found["status"] in ("late", "degraded")  # nobody runs the stage
         gauges: dict[str, Any] = {
             one.name: {of.labels["stage"]: of.value for of in one.samples}
-            for one in metrics.Collector("default").collect()
+            for one in metrics.Collector().collect()
             if one.name.startswith("txmsg_stage_")
         }
         assert gauges["txmsg_stage_blocked"][stage.name] == 2
