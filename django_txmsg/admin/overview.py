@@ -4,7 +4,6 @@ the navigation bar of every page."""
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from django.http import HttpRequest
@@ -14,7 +13,6 @@ from .. import conf
 from ..flows.declaration import declarations
 from ..monitoring import alarms, periods, status
 from ..monitoring.alarms import Alarm
-from ..monitoring.periods import Hour
 from ..monitoring.status import Place
 from ..scheduling.timetable import recurring
 from . import changes
@@ -32,8 +30,6 @@ _LISTS = (
     ("alert", "Alerts"),
     ("auditentry", "Audit"),
 )
-
-BAR, GAP, HEIGHT = 8, 2, 44
 
 #: The charts by series: the title, and the table that the user must be allowed to see.
 _CHARTS = {
@@ -70,21 +66,6 @@ def pages(request: HttpRequest) -> list[tuple[str, str, bool]]:
     return [(title, to, to == here) for title, to in found.items()]
 
 
-@dataclass
-class Chart:
-    """A bar chart of one series over the last 24 hours, drawn as inline SVG."""
-
-    series: str
-    title: str
-    total: int
-    peak: int
-    bars: list[tuple[int, float, float, str]]
-    """For each hour: the position, the height and the title of its bar."""
-    width: int = 24 * (BAR + GAP)
-    height: int = HEIGHT
-    bar: int = BAR
-
-
 def overview(request: HttpRequest) -> dict[str, Any]:
     """Return the template context of the overview. It contains only what the user may
     see."""
@@ -92,7 +73,13 @@ def overview(request: HttpRequest) -> dict[str, Any]:
     answering = [one for one in picture.databases if one not in picture.unreadable]
     hours = periods.last_day(picture.now, *answering)
     charts = [
-        chart(series, title, hours)
+        {
+            "series": series,
+            "title": title,
+            "total": sum(hour.counts[series] for hour in hours),
+            "peak": max(hour.counts[series] for hour in hours),
+            "bars": [(hour.start, hour.counts[series]) for hour in hours],
+        }
         for series, (title, table) in _CHARTS.items()
         if may(request, f"view_{table}")
     ]
@@ -103,7 +90,7 @@ def overview(request: HttpRequest) -> dict[str, Any]:
         "status": picture,
         "now": picture.now,
         "charts": charts,
-        "totals": {one.series: one.total for one in charts},
+        "totals": {one["series"]: one["total"] for one in charts},
         "alarms": [(one, _address(request, one)) for one in raised],
         "well": not found,
         "bad": any(one.tone == "bad" for one in raised),
@@ -131,17 +118,3 @@ def _in_order(places: dict[str, Place]) -> list[Place]:
     return sorted(
         places.values(), key=lambda one: (-one.waiting.overdue, -one.dead, one.name)
     )
-
-
-def chart(series: str, title: str, hours: list[Hour]) -> Chart:
-    """Return the chart of one series."""
-    counts = [hour.counts[series] for hour in hours]
-    peak = max(counts, default=0)
-    bars = []
-    for index, (hour, count) in enumerate(zip(hours, counts, strict=True)):
-        # Any nonzero value is visible, however small beside the peak.
-        height = max(2.0, HEIGHT * count / peak) if count else 0.0
-        x, y = index * (BAR + GAP), round(HEIGHT - height, 1)
-        said = f"{hour.start:%H:%M} UTC: {count:,} {title.lower()}"
-        bars.append((x, y, round(height, 1), said))
-    return Chart(series, title, sum(counts), peak, bars)

@@ -147,7 +147,7 @@ def test_the_charts_count_every_database(viewer: Client) -> None:
     finally:
         stages.unregister("a")
 
-    assert charts[0].total == 2
+    assert charts[0]["total"] == 2
 
 
 def test_remembered_periods_are_not_read_again(db: None) -> None:

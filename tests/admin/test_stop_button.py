@@ -37,7 +37,7 @@ def test_a_message_that_runs_is_asked_to_stop(
     form = {"why": "<b>wrong</b>"}
     page = client.post(f"{page_of(row)}stop/", form, follow=True).content.decode()
 
-    assert "Asked to stop the message." in page
+    assert f"Asked to stop message {row.message_id}" in page
     asked = StopRequest.objects.get()
     assert (asked.stage, asked.message_id) == (timed, row.message_id)
     assert asked.why.startswith("by user-")
