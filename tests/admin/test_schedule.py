@@ -109,7 +109,7 @@ def test_recurring_message_is_paused_and_resumed(operator: Client) -> None:
 
     row = Schedule.objects.get()
     assert row.paused_by.startswith("user-")
-    assert "Paused recurring message reports.nightly." in page
+    assert "Paused recurring message reports.nightly: " in page
     assert "&lt;b&gt;moving&lt;/b&gt;" in page
     assert (
         "already" in operator.post(f"{URL}pause/", form, follow=True).content.decode()
