@@ -75,7 +75,8 @@ class PausableAdmin(ReadOnlyAdmin):
         insist(may(request, f"pause_{self.kind}"))
         name, why = given(request, self.field), given(request)
         what = f"{self.noun} {name}"
-        refusal = f"Nothing was changed: {what} is {'already' if paused else 'not'} paused."
+        state = "already" if paused else "not"
+        refusal = f"Nothing was changed: {what} is {state} paused."
 
         def change() -> tuple[Model, Deed, str] | None:
             row = self.change(name, paused=paused, by=operator(request), why=why)
