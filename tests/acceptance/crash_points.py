@@ -46,7 +46,7 @@ def consumer() -> None:
         next_destination = one.pop("next")
         stages.stage(**one)(_handler(one["transaction"], one["name"], next_destination))
     after(decoding, "read", "received")
-    after(inbox, "_record", "recorded")
+    after(inbox, "_recorded", "recorded")
     before(StageTransaction, "__exit__", "before the commit")
     before(StageTransaction, "__exit__", "broker proven alive")
     after(StageTransaction, "__exit__", "committed")
