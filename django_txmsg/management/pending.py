@@ -26,6 +26,7 @@ from .terminal import (
     read_age,
     record,
     say,
+    values,
     whole_number,
 )
 
@@ -168,7 +169,7 @@ class Bulk(BaseCommand):
 
     def _list(self, using: str, limit: int, as_json: bool) -> None:
         found: Any = BulkOperation.objects.using(using).order_by("-pk")[:limit]
-        rows = ({name: getattr(one, name) for name in _FACTS} for one in found)
+        rows = (values(one, *_FACTS) for one in found)
         lines = map(_line, found)
         none = "There is no bulk operation."
         print_list(self.stdout, "operations", rows, lines, none, as_json=as_json)

@@ -354,10 +354,10 @@ class Reloader(Supervisor):
 
 def files() -> Iterator[tuple[str, float]]:
     """Yield the path and the modification time of each of the project's own Python
-    files: those of its applications, of its settings, and of its other imported
-    modules."""
+    files: those of its applications, and of its other imported modules, such as its
+    settings."""
     found: set[str] = set()
-    for root in _roots():
+    for root in filter(_own, {config.path for config in apps.get_app_configs()}):
         for folder, folders, names in os.walk(root):
             folders[:] = [
                 one for one in folders if one[0] != "." and one not in _FOREIGN
@@ -372,14 +372,6 @@ def files() -> Iterator[tuple[str, float]]:
     for path in sorted(found):
         with suppress(OSError):
             yield path, os.stat(path).st_mtime
-
-
-def _roots() -> set[str]:
-    roots = {config.path for config in apps.get_app_configs()}
-    named = sys.modules.get(os.environ.get("DJANGO_SETTINGS_MODULE", ""))
-    if named is not None and named.__file__:
-        roots.add(str(Path(named.__file__).parent))
-    return {root for root in roots if _own(root)}
 
 
 def _own(path: str) -> bool:
