@@ -49,7 +49,7 @@ class OutboxMiddleware:
     async_capable = True
 
     def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
-        wrap_views(_around, _note)
+        wrap_views()
         self.get_response = get_response
         self._async = iscoroutinefunction(get_response)
         if self._async:
@@ -183,8 +183,9 @@ def _note(request: HttpRequest, error: Exception) -> None:
 def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> View:
     """Return a view that runs `view` inside the session's transaction. That transaction
     replaces the block of ATOMIC_REQUESTS on the same database. The blocks on other
-    databases stay. An async view has no session: return `atomic`, which runs the view
-    inside all blocks."""
+    databases stay: `without_atomic` returns the view without the block of one database.
+    An async view has no session: return `atomic`, which runs the view inside all
+    blocks."""
     if iscoroutinefunction(view):
         return atomic
 
@@ -236,23 +237,14 @@ def is_non_atomic(view: View, using: str) -> bool:
     return using in getattr(view, "_non_atomic_requests", ())
 
 
-def wrap_views(
-    wrap: Callable[[View, View, Callable[[str], View]], View],
-    hear: Callable[[HttpRequest, Exception], None],
-) -> None:
-    """Make every request handler call `wrap` for each view, and run the view that
-    `wrap` returns. Call this once per process.
+def wrap_views() -> None:
+    """Make every request handler run each view inside `_around()`, and report each
+    exception of a view or of its template to `_note()`. Only the first call in a
+    process has an effect.
 
-    `wrap` gets three arguments: the view, the view inside the blocks of
-    ATOMIC_REQUESTS, and a function that returns the view inside all but one of these
-    blocks. The argument of that function is the database whose block is omitted.
-
-    `hear` is called with the request and each exception of a view or of its template.
-    This happens before the process_exception() of any middleware.
-
-    This function replaces two methods of Django's BaseHandler. The new methods call
-    `wrap` and `hear`. A middleware could not do the same: a middleware surrounds more
-    than the view, and the process_exception() of another middleware may run first.
+    This function replaces two methods of Django's BaseHandler. A middleware could not
+    do the same: a middleware surrounds more than the view, and the process_exception()
+    of another middleware may run first.
     """
     usual = BaseHandler.make_view_atomic
     usual_handler = BaseHandler.process_exception_by_middleware
@@ -263,7 +255,7 @@ def wrap_views(
     def process_exception(
         handler: BaseHandler, error: Exception, request: HttpRequest
     ) -> Any:
-        hear(request, error)
+        _note(request, error)
         return usual_handler(handler, error, request)
 
     @functools.wraps(usual)
@@ -277,7 +269,7 @@ def wrap_views(
             bare._non_atomic_requests = {*declared, using}  # type: ignore[attr-defined]  # a mark on a function
             return usual(handler, bare)
 
-        return wrap(view, usual(handler, view), without_atomic)
+        return _around(view, usual(handler, view), without_atomic)
 
     made_atomic.txmsg = True  # type: ignore[attr-defined]  # a mark on a function
     handlers: Any = BaseHandler
