@@ -84,10 +84,11 @@ def turn_sql(
     """
     if turn is None:
         return "", []
-    conditions: list[str] = []
+    # SQLite has one writer at a time: a transaction that has taken a message is alone.
+    is_due, locked = "TRUE", "TRUE"
     parameters: list[Any] = []
     if turn.after_id is not None:
-        conditions.append(
+        is_due = (
             passed_sql("%s", "%s", skips=turn.skips)
             if dead_too
             else f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = %s"  # noqa: S608 - constants only
@@ -95,15 +96,8 @@ def turn_sql(
         )
         parameters += [turn.after_id.hex, turn.stage]
     if connection.vendor == "postgresql":
-        # SQLite has one writer at a time: a transaction that has taken a message is
-        # alone.
-        conditions.append("pg_try_advisory_xact_lock(%s)")
+        locked = "pg_try_advisory_xact_lock(%s)"
         parameters.append(turn.lock)
-    if not conditions:
-        return "", []
-    if len(conditions) == 1:
-        return f" AND {conditions[0]}", parameters
-    is_due, locked = conditions
     return f" AND CASE WHEN {is_due} THEN {locked} ELSE FALSE END", parameters
 
 
