@@ -55,11 +55,6 @@ class Look:
     #: Since when the dispatch fails.
     stuck_since: float | None = None
 
-    @property
-    def waited(self) -> float:
-        """Seconds since the first check."""
-        return time.monotonic() - self.began
-
     def pause(self, first: float, most: float) -> float:
         """Return the seconds until the next check. The pause doubles with each check,
         from `first` to `most`."""
@@ -333,7 +328,7 @@ def _wait_or_give_up(control: ControlMessage, look: Look) -> str:
             raise LookAgain
         return "already_dispatched"
     settings = conf.get().HTTP
-    left = settings.MAX_COMMIT_DURATION - look.waited
+    left = settings.MAX_COMMIT_DURATION - (time.monotonic() - look.began)
     if record is None and left > 0:
         raise LookAgain(look.pause(settings.COMMIT_DELAY_INCREMENT, left))
     if record is None and not sessions.give_up(control.session_id):

@@ -293,9 +293,7 @@ class SqlManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
 
     def _row(self, sql: str, parameters: Sequence[Any]) -> Any:
         """Execute a statement, and return its first row; None if there is none."""
-        with connections[self.db].cursor() as cursor:
-            cursor.execute(sql, parameters)
-            return cursor.fetchone()
+        return next(iter(self._rows(sql, parameters)), None)
 
 
 def not_null(field: str, name: str) -> models.Index:
