@@ -144,6 +144,8 @@ class Arrival:
     woken: threading.Event = field(default_factory=threading.Event)
     #: Whether the stage is paused.
     paused: threading.Event = field(default_factory=threading.Event)
+    #: Called with the error of each failed attempt, in tests.
+    on_error: Callable[[BaseException], object] = lambda error: None
 
     #: Its reading. Read again for each attempt, since a handler may change the object.
     message: Message = field(init=False)

@@ -53,6 +53,7 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
     redelivery).
     """
     message, stage = arrival.message, arrival.stage
+    arrival.on_error(error)
     close_broken(arrival.using)
     inbox = arrival.inbox
     if arrival.record is None:

@@ -224,6 +224,7 @@ def run(arrival: Arrival, message: Message) -> Processed:
         except BaseException as late:
             if not ended or is_interrupt(late):
                 raise
+            arrival.on_error(late)
             log.exception(
                 "a middleware around stage %r raised after the commit; the message is "
                 "processed and is not processed again: %s",

@@ -16,7 +16,6 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from django.conf import settings
@@ -37,7 +36,6 @@ from ..consuming.arrival import (
     to_acknowledge,
 )
 from ..consuming.stage_middleware import prepared
-from ..envelope.failure import is_interrupt
 from ..envelope.message import Message
 from ..envelope.redelivery import Dead, RedeliverAfter
 from ..errors import DecodeError, Redeliver, Refuse
@@ -76,19 +74,10 @@ class Drained:
     tasks: int = 0
     errors: list[BaseException] = dataclasses.field(default_factory=list)
 
-    @contextmanager
-    def remembering(self) -> Iterator[None]:
-        """Record an exception that the block raises, and raise it again. A Refuse, a
-        Redeliver, a DecodeError and the KeyboardInterrupt of a Ctrl-C are only
-        raised."""
-        try:
-            yield
-        except (Refuse, Redeliver, DecodeError):
-            raise
-        except BaseException as error:  # pytest.fail() raises no Exception
-            if not is_interrupt(error):
-                self.errors.append(error)
-            raise
+    def on_error(self, error: BaseException) -> None:
+        """Keep the error of an attempt, unless it is a decision of the handler."""
+        if not isinstance(error, Refuse | Redeliver | DecodeError):
+            self.errors.append(error)
 
     def note(self, outcome: Outcome) -> None:
         """Count the outcome of one message at a stage."""
@@ -197,26 +186,11 @@ class _Hurry(threading.Event):
 
 
 class _Worker:
-    """Runs one stage in this thread, and records the exceptions of its handler."""
+    """Runs one stage in this thread."""
 
     def __init__(self, stage: Stage, drained: Drained) -> None:
-        def handler(message: Message) -> None:
-            with drained.remembering():
-                ready.handler(message)
-
-        def run(*given: Any) -> None:
-            """Run the middlewares around the stage's transaction."""
-            with drained.remembering():
-                ready.outside.run(*given)
-
-        ready = prepared(stage)
-        self.using = ready.definition.using
-        if ready.outside is None:
-            self._stage = dataclasses.replace(ready, handler=handler)
-        else:
-            outside = SimpleNamespace(run=run)
-            self._stage = dataclasses.replace(ready, outside=outside)
-        self._mode = modes.of(self._stage)
+        self._mode = modes.of(prepared(stage))
+        self._stage, self.using = self._mode.stage, self._mode.using
         self._drained = drained
         self._token = uuid.uuid4()
         self._outcomes = 0
@@ -241,15 +215,14 @@ class _Worker:
         before = self._outcomes
         rows = InboxMessage.objects.db_manager(self.using)
         while deliveries := self._receive():
-            outcomes = batch.process([self._arrival(one) for one in deliveries])
+            outcomes = self._process([self._arrival(one) for one in deliveries], limit)
             settled = to_acknowledge(deliveries, outcomes)
             if settled:
                 self._session.ack(settled)
-            self._note(outcomes, limit)
         stage = self._stage
         while parked := rows.claim_parked(stage.name, self._token, _LEASE, stage.reads):
             arrival = self._arrival(decoding.from_parked(parked), parked)
-            self._note(batch.process([arrival]), limit)
+            self._process([arrival], limit)
         return self._outcomes - before
 
     def _receive(self) -> list[Delivery]:
@@ -268,11 +241,13 @@ class _Worker:
             session=self._session,
             worker="drain",
             stop=_Hurry(),
+            on_error=self._drained.on_error,
             parked=parked,
             token=None if parked is None else self._token,
         )
 
-    def _note(self, outcomes: Sequence[Outcome], limit: int) -> None:
+    def _process(self, arrivals: Sequence[Arrival], limit: int) -> list[Outcome]:
+        outcomes = batch.process(arrivals)
         for outcome in outcomes:
             self._drained.note(outcome)
         self._outcomes += len(outcomes)
@@ -282,6 +257,7 @@ class _Worker:
                 f"there are more messages still. Do its messages go in a circle? "
                 f"Else give drain() a higher limit than {limit}."
             )
+        return outcomes
 
 
 @contextmanager
