@@ -184,7 +184,7 @@ class StompSession(Session):
     ) -> list[BrokerError | None]:
         if self._transacted:
             raise BrokerError("a transacted session sends by enlist()")
-        heads = Heads(self._session, self._mortal)
+        heads = Heads(self._session, self._message)
         messages = [heads.item(one) for one in batch]
         keys = [one.headers.get(wire.KEY, "") for one in batch]
         outcomes = answered(
@@ -214,14 +214,10 @@ class StompSession(Session):
             # message from leaving.
             cut = given.encode()[:MAX_PROPERTY]
             headers[wire.CORRELATION_ID] = cut.decode(errors="ignore")
-        return jms.Message(body, headers)
-
-    def _mortal(self, outgoing: Outgoing) -> jms.Message:
-        message = self._message(outgoing)
         if outgoing.time_to_live is not None:
             now, left = time.time() * 1000, outgoing.time_to_live * 1000
-            message.headers.update(self._dialect.expiry_headers(int(now), int(left)))
-        return message
+            headers |= dialect.expiry_headers(int(now), int(left))
+        return jms.Message(body, headers)
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
         outcomes: list[BrokerError | None] = []

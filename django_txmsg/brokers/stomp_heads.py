@@ -8,10 +8,9 @@ from collections.abc import Callable
 from .. import jms, wire
 from ..jms import destination as destinations
 from ..jms.batch import Item
-from ..jms.delivery import DEFAULT, Encoded
 from ..jms.dialect import MAX_PROPERTY
 from ..jms.frames import escape
-from ..jms.message import Provided
+from ..jms.message import DEFAULT, Encoded, Provided
 from . import java
 from .base import Outgoing
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from .completion import CompletionFuture, CompletionListener
 from .connection import Connection, ConnectionFactory, Context, ContextProducer
 from .consumer import AckMode, MessageConsumer
-from .delivery import Delivery
 from .destination import Destination, Queue, Topic
 from .errors import (
     ConnectionFailedError,
@@ -34,7 +33,7 @@ from .errors import (
     UnsupportedOperationError,
     WindowFullError,
 )
-from .message import DeliveryMode, Message
+from .message import Delivery, DeliveryMode, Message
 from .options import Options, Policy
 from .producer import MessageProducer
 from .session import Session

@@ -20,7 +20,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from . import destination as destinations
-from .delivery import DEFAULT, Encoded, transaction_line
 from .destination import Destination
 from .errors import (
     ConnectionLostError,
@@ -33,7 +32,7 @@ from .errors import (
     TransactionRolledBackError,
 )
 from .ledger import Pending
-from .message import Message
+from .message import DEFAULT, Encoded, Message, transaction_line
 from .sending import SendingSession
 from .transaction import Transaction
 

@@ -13,7 +13,6 @@ from functools import partial
 from . import completion
 from . import destination as destinations
 from .completion import CompletionFuture, CompletionListener
-from .delivery import DEFAULT, Delivery, Encoded
 from .destination import Destination
 from .errors import (
     IllegalStateError,
@@ -24,7 +23,7 @@ from .errors import (
 )
 from .ledger import Pending
 from .liveness import Closing
-from .message import Message
+from .message import DEFAULT, Delivery, Encoded, Message
 from .sending import SendingSession
 from .sends import AsyncSend, WaitedSend
 

@@ -13,12 +13,21 @@ from datetime import datetime, timedelta, timezone
 from functools import lru_cache, partial
 
 from . import completion, frames
-from .delivery import DEFAULT, Delivery, Encoded, new_id
 from .destination import Destination
 from .dialect import Dialect
 from .errors import IllegalStateError, MessageFormatError, UnsupportedOperationError
 from .liveness import Closing, Liveness
-from .message import ID_HEADER, RESERVED_HEADERS, DeliveryMode, Message, Provided
+from .message import (
+    DEFAULT,
+    ID_HEADER,
+    RESERVED_HEADERS,
+    Delivery,
+    DeliveryMode,
+    Encoded,
+    Message,
+    Provided,
+    new_id,
+)
 from .sends import Sends
 from .transaction import Transaction
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from django_txmsg.envelope.message import Message, new_id
-from django_txmsg.jms.delivery import new_id as new_jms_id
+from django_txmsg.jms.message import new_id as new_jms_id
 from django_txmsg.runtime.liveness import now_running, running
 from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.scope import Scope, current_scope, in_scope

@@ -17,7 +17,7 @@ from django_txmsg.brokers.base import Outgoing
 from django_txmsg.brokers.stomp import StompBroker, StompSession
 from django_txmsg.brokers.stomp_heads import Heads
 from django_txmsg.jms import destination as destinations
-from django_txmsg.jms.delivery import DEFAULT, Encoded
+from django_txmsg.jms.message import DEFAULT, Encoded
 from django_txmsg.testing import ScriptedBroker
 
 ID = "5a1bd5e0-47f4-4a34-93a5-3f5cb3f9e6a1"
@@ -66,10 +66,10 @@ def frame(session: StompSession, item: Any) -> Any:
 def same(session: StompSession, *batch: Outgoing) -> int:
     """Check that each frame is the same with and without shared headers. Return how
     many frames used shared headers."""
-    heads, filled = Heads(session._session, session._mortal), 0
+    heads, filled = Heads(session._session, session._message), 0
     for one in batch:
         try:
-            plain = one.destination, session._mortal(one)
+            plain = one.destination, session._message(one)
         except (AttributeError, TypeError) as error:
             with pytest.raises(type(error)):
                 heads.item(one)
@@ -123,14 +123,14 @@ def test_without_an_id_each_gets_one_of_its_own(
     session: StompSession, nothing: Any
 ) -> None:
     one = Outgoing("orders.place", {**USUAL, "txmsg-id": nothing}, b"{}")
-    heads = Heads(session._session, session._mortal)
+    heads = Heads(session._session, session._message)
 
     assert not any(isinstance(heads.item(one), Encoded) for _ in range(3))
 
 
 def test_an_expiring_message_has_its_own_head(session: StompSession) -> None:
     one = Outgoing("orders.place", USUAL, b"{}", time_to_live=60.0)
-    heads = Heads(session._session, session._mortal)
+    heads = Heads(session._session, session._message)
 
     assert not any(isinstance(heads.item(one), Encoded) for _ in range(3))
 
@@ -151,7 +151,7 @@ def test_no_batch_has_another_frame_than_its_messages_have(
 
 def test_a_refused_header_is_its_messages_own_fault(session: StompSession) -> None:
     good, bad = dict(USUAL), {**USUAL, "receipt": "mine"}
-    heads = Heads(session._session, session._mortal)
+    heads = Heads(session._session, session._message)
     items = [heads.item(Outgoing("q", one, b"")) for one in (good, bad, bad, bad, good)]
 
     kinds = [isinstance(item, Encoded) for item in items]

@@ -38,7 +38,7 @@ from .queues import Queues
 
 
 class Acknowledgements:
-    """The unacknowledged deliveries of one channel, by their tags.
+    """The unacknowledged deliveries of a subscription, by their tags.
 
     If many deliveries arrive, the session acknowledges them in groups. A crash then
     causes more duplicates. If few deliveries arrive, the session acknowledges each of
@@ -46,8 +46,7 @@ class Acknowledgements:
     delivery unacknowledged for too long.
     """
 
-    def __init__(self, channel: int) -> None:
-        self._channel = channel
+    def __init__(self) -> None:
         #: Tags of unacknowledged deliveries in order -> whether to acknowledge them.
         self._open: dict[int, bool] = {}
         self._gathered = 0
@@ -87,9 +86,9 @@ class Acknowledgements:
             if whole:
                 upto = tag
             else:
-                made += frames.acknowledged(tag, self._channel)
+                made += frames.acknowledged(tag, CONSUMING)
         if upto:
-            made[:0] = frames.acknowledged(upto, self._channel, multiple=True)
+            made[:0] = frames.acknowledged(upto, CONSUMING, multiple=True)
         self._gathered = 0
         return made
 
@@ -226,7 +225,7 @@ class AmqpSession(Session):
     def __init__(self, link: Link) -> None:
         self._link = link
         self._queues, self._publisher = Queues(link), Publisher(link)
-        self._acks = Acknowledgements(CONSUMING)
+        self._acks = Acknowledgements()
         self._subscription = Subscription(link, self._queues, self._acks)
         self._prefetch = 1
         self._enlisted: list[Outgoing] = []

@@ -11,10 +11,9 @@ import pytest
 
 from django_txmsg import jms
 from django_txmsg.jms import destination as destinations
-from django_txmsg.jms.delivery import new_id
 from django_txmsg.jms.dialect import ACTIVEMQ, ARTEMIS, RABBITMQ, recognize
 from django_txmsg.jms.frames import Frame
-from django_txmsg.jms.message import encode_body
+from django_txmsg.jms.message import encode_body, new_id
 
 
 @pytest.mark.parametrize(
