@@ -16,7 +16,7 @@ from django.db.models.functions import Now
 from django.test import Client, override_settings
 from django.utils import timezone
 
-from django_txmsg.admin import sequence
+from django_txmsg.admin import runs
 from django_txmsg.dead_letters import bulk
 from django_txmsg.flows.deadlines import Deadlines
 from django_txmsg.models import AuditEntry, BulkOperation, FlowStep, FlowUndo, Run
@@ -324,7 +324,7 @@ def test_unknown_runs_acts_and_flows_are_no_errors(operator: Client) -> None:
 def test_only_the_newest_steps_of_a_long_run_are_drawn(
     operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence, "MOST", 3)
+    monkeypatch.setattr(runs, "MOST_STEPS", 3)
     run = stored()
     for number in range(8):
         FlowStep.objects.create(
