@@ -15,6 +15,7 @@ from typing import Any
 
 from django.contrib import admin, messages
 from django.db import router
+from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, QueryDict
 from django.utils import timezone
 
@@ -28,7 +29,7 @@ from ..models.fields import clock
 from ..models.monitoring import Deed
 from ..monitoring import attendance
 from . import display
-from .audit import audit, audited
+from .audit import audit, audited, perform
 from .base import MESSAGE, Pages, RowPageAdmin, given, insist, led, operator, plain
 
 PERMISSIONS = {
@@ -100,22 +101,20 @@ class BulkAdmin(RowPageAdmin):
 
     def move(self, verb: str, request: HttpRequest, pk: int) -> HttpResponse:
         """Pause, resume or cancel an operation. `verb` names the action."""
-        operations = BulkOperation.objects.db_manager(
-            router.db_for_write(BulkOperation)
-        )
-        operation = operations.filter(pk=pk).first()
+        operation = self.get_object(request, str(pk))
         if operation is None:
             messages.warning(request, f"There is no bulk operation {pk} here.")
             return self.led_to_list(request)
         insist(request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]))
-        with audited(operations.db):
-            moved = getattr(operations, verb)(pk)
-            if moved:
-                said = f"{verb.capitalize()}: {operation}."
-                audit(request, operation, Deed.OPERATION, said)
-        if not moved:
-            past = {"cancel": "cancelled"}.get(verb, f"{verb}d")
-            messages.warning(request, f"The operation has ended, or was {past} before.")
+        using, said = operation._state.db, f"{verb.capitalize()}: {operation}."
+        past = {"cancel": "cancelled"}.get(verb, f"{verb}d")
+
+        def change() -> tuple[Model, Deed, str] | None:
+            moved = getattr(BulkOperation.objects.db_manager(using), verb)(pk)
+            return (operation, Deed.OPERATION, said) if moved else None
+
+        refusal = f"The operation has ended, or was {past} before."
+        perform(request, using, change, refusal)
         return led(request, "admin:django_txmsg_bulkoperation_change", pk)
 
     status = display.column("state", display.badge, "state")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -56,34 +56,6 @@ RECENT = dt.timedelta(days=1)
 
 #: Number of rows that are read to find the last activity of each place.
 NEWEST = 2_000
-
-
-def unconsumed(
-    dispatched: Mapping[str, dt.datetime | None],
-    consumed: Iterable[str],
-    now: dt.datetime,
-) -> dict[str, str]:
-    """Return the destinations that have recently received messages and have no known
-    consumer, each with a suggestion. The suggestion is a similar name of a destination
-    that a stage here consumes, or "". The sender may have misspelt that name.
-
-    `dispatched` maps each destination to its last dispatch. `consumed` are the
-    destinations of the stages here. TXMSG["KNOWN_DESTINATIONS"] names the destinations
-    with consumers elsewhere. If this setting is empty, only names that look misspelt
-    are returned.
-    """
-    known = conf.get().KNOWN_DESTINATIONS
-    here = {_letters(name): name for name in consumed}
-    found = {}
-    for name, last in sorted(dispatched.items()):
-        if last is None or now - last > RECENT or wire.is_control(name):
-            continue
-        meant = here.get(_letters(name), "")
-        if meant == name or any(fnmatchcase(name, one) for one in known):
-            continue
-        if known or meant:
-            found[name] = meant
-    return found
 
 
 def _letters(name: str) -> str:
@@ -392,19 +364,31 @@ def _read_queues(
 
 
 def _find_consumers(status: Status) -> None:
-    """Record which stages here consume each destination, and which destinations have no
-    known consumer."""
+    """Record which stages here consume each destination. Also record the destinations
+    that have recently received messages and have no known consumer, each with a
+    suggestion: the similar name of a destination that a stage here consumes, or "". The
+    sender may have misspelt that name.
+
+    TXMSG["KNOWN_DESTINATIONS"] names the destinations with consumers elsewhere. If this
+    setting is empty, only names that look misspelt are recorded.
+    """
     consumers: dict[str, list[str]] = {}
     for declared in all_stages():
         consumers.setdefault(declared.destination, []).append(declared.name)
-    sent: dict[str, dt.datetime | None] = {}
-    for place in status.destinations.values():
+    here = {_letters(name): name for name in consumers}
+    known = conf.get().KNOWN_DESTINATIONS
+    for place in sorted(status.destinations.values(), key=lambda one: one.name):
         place.consumers = consumers.get(place.name, [])
         broker = find_broker(place.broker) if place.broker else None
-        if not place.consumers and (broker is None or broker.consumable):
-            known = (sent.get(place.name), place.last)
-            sent[place.name] = max(filter(None, known), default=None)
-    status.unconsumed = unconsumed(sent, list(consumers), status.now)
+        if place.consumers or wire.is_control(place.name) or place.last is None:
+            continue
+        if status.now - place.last > RECENT or (broker and not broker.consumable):
+            continue
+        meant = here.get(_letters(place.name), "")
+        if any(fnmatchcase(place.name, one) for one in known):
+            continue
+        if known or meant:
+            status.unconsumed[place.name] = meant
 
 
 def consumers_of_queues() -> dict[str, list[str]]:
