@@ -273,7 +273,7 @@ def test_service_without_the_app_gets_an_error(make_log) -> None:
     log.execute("DROP TABLE django_txmsg_pipelinerun")
 
     with (
-        pytest.raises(EnvironmentFault, match=r'add "django_txmsg\.spark" to'),
+        pytest.raises(EnvironmentFault, match=r'With "django_txmsg\.spark" in'),
         recorded(JobSpec(services=(log.spec,)), "archive", {}),
     ):
         pass
