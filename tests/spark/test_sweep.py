@@ -223,7 +223,7 @@ def test_damaged_file_of_one_table_does_not_stop_the_sweep_of_others(
 
 
 def test_a_file_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path) -> None:
-    told = pytest.raises(EnvironmentFault, match=r"disk is full: .*`pipeline sweep`")
+    told = pytest.raises(EnvironmentFault, match=r"disk is full\. .*`pipeline sweep`")
     with told, faults_told(), Path("/dev/full").open("w") as full:
         full.write("a report")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
