@@ -65,28 +65,23 @@ class Noted:
     def read(self, which: Which, limit: int = 0) -> list[dict[str, Any]]:
         """Return findings, newest first: sorted by the time when they were first
         found."""
-        with closing(connect_plain(self.source)) as connection:
-            where, values = self._where(which)
-            rows = connection.rows(
-                f"SELECT {', '.join(COLUMNS)} FROM {_TABLE} WHERE {where} ORDER BY"
-                " found_at DESC, verdict, sent_at, id"
-                + (f" LIMIT {limit}" if limit else ""),
-                *values,
-            )
+        order = "ORDER BY found_at DESC, verdict, sent_at, id"
+        if limit:
+            order += f" LIMIT {limit}"
+        rows = self._rows(", ".join(COLUMNS), which, order)
         return [
             dict(zip(COLUMNS, map(_plain, COLUMNS, row), strict=True)) for row in rows
         ]
 
     def count(self, which: Which) -> dict[str, int]:
         """Return the number of findings of each verdict."""
+        return dict(self._rows("verdict, count(*)", which, "GROUP BY verdict"))
+
+    def _rows(self, columns: str, which: Which, rest: str) -> list[Any]:
+        where, values = self._where(which)
         with closing(connect_plain(self.source)) as connection:
-            where, values = self._where(which)
-            return dict(
-                connection.rows(
-                    f"SELECT verdict, count(*) FROM {_TABLE} WHERE {where}"
-                    " GROUP BY verdict",
-                    *values,
-                )
+            return connection.rows(
+                f"SELECT {columns} FROM {_TABLE} WHERE {where} {rest}", *values
             )
 
     def standing(self) -> list[dict[str, Any]]:

@@ -62,6 +62,7 @@ def remember(connection: Connection, name: str, messages: int, ids: str) -> bool
 
 _STAGED = "django_txmsg_stagedmessage"
 _OUTBOX = "django_txmsg_outboxmessage"
+_CLEAR = f"DELETE FROM {_STAGED} WHERE run = %s"
 _NAMES = STAGED.fieldNames()
 _QUOTED = ", ".join(f'"{name}"' for name in _NAMES)
 #: What orders the messages of a run. Concurrent tasks draw the ids in any order, so an
@@ -133,16 +134,13 @@ class Staging:
                 )
             fresh = remember(connection, self.run, announced, f"{ids:032x}")
             stored = self._store(connection, rate, theirs, names) if fresh else 0
-            self._clear(connection)
+            connection.execute(_CLEAR, self.run)
         return stored
 
     def clear(self) -> None:
         """Delete the rows of this run from the staging table."""
         with closing(connect_plain(self.spec)) as connection:
-            self._clear(connection)
-
-    def _clear(self, connection: Connection) -> None:
-        connection.execute(f"DELETE FROM {_STAGED} WHERE run = %s", self.run)
+            connection.execute(_CLEAR, self.run)
 
     def _copy(
         self, connection: Connection, task: str, batches: Iterable[pa.RecordBatch]
