@@ -114,8 +114,11 @@ def left(
     )
     wanted = Resolution.DISCARDED if action == "restore" else Resolution.OPEN
     found = []
-    for pk, state in rows.order_by("pk").values_list("pk", "resolution"):
+    states = rows.order_by("pk").values_list("pk", "resolution", "resolved_by")
+    for pk, state, by in states:
         more = " (other options exclude it)" if state == wanted else ""
+        if by == rules.GONE_ON:
+            more = " (its flow has gone on)"
         found.append(f"{pk} is {state}{more}")
     return found
 
