@@ -7,8 +7,6 @@ A healthy run has no verdict. Its messages are judged like all others.
 
 from __future__ import annotations
 
-from functools import reduce
-
 import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 
@@ -67,15 +65,8 @@ class Flows:
             return None
         requests = rest.sparkSession.createDataFrame([], REQUEST)
         if self.requests:
-            sides = [rest, journeys.read()]
-            told = reduce(
-                DataFrame.unionByName,
-                [
-                    one.select("message_id", "stored", "processed_at")
-                    for one in sides
-                    if one is not None
-                ],
-            )
+            known = journeys.read()
+            told = rest if known is None else rest.unionByName(known)
             wanted = self._ids.withColumnRenamed("request_id", "message_id")
             requests = (
                 told.join(wanted, "message_id", "left_semi")

@@ -19,7 +19,7 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -286,11 +286,10 @@ class Journeys:
         another run holds it."""
         source = self.log.spec.service()
         connection = stack.enter_context(closing(connect_plain(source)))
-        try:
+        with suppress(Taken):
             stack.enter_context(keeping(connection, source))
-        except Taken:
-            return False
-        return True
+            return True
+        return False
 
     def read(self, but: Container[LakeFile] = ()) -> DataFrame | None:
         """Return the JOURNEY rows of all files except `but`. Each key has one row.
