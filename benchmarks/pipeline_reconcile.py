@@ -19,8 +19,9 @@ import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks.pipeline_ways import peak, turns
+from django_txmsg.spark.cli import parsed
 from django_txmsg.spark.connection import connect_plain
-from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
+from django_txmsg.spark.jobs.reconcile import run_reconcile
 from django_txmsg.spark.lake import Lake, app_name
 from django_txmsg.spark.lakefile import LakeFile, directory_of
 from django_txmsg.spark.ledger import Marks
@@ -55,8 +56,8 @@ def measure(
 
     def whole() -> float:
         started = time.monotonic()
-        options = ReconcileOptions(grace=dt.timedelta(0), keep=False)
-        found = run_reconcile(spark, spec, options, Run("reconcile", {}))
+        given = parsed(["reconcile", "--grace", "0s", "--dry-run"])
+        found = run_reconcile(spark, spec, given, Run("reconcile", {}))
         spent = time.monotonic() - started
         assert found.counts == _counts(messages)
         return spent

@@ -60,20 +60,20 @@ def duration(text: str) -> dt.timedelta:
     return dt.timedelta(seconds=seconds)
 
 
-def whole(text: str) -> int:
-    """Parse a whole number."""
-    if not text.strip().isdecimal() or int(text) > MOST:
+def positive(text: str) -> int:
+    """Parse a whole number that is at least 1."""
+    if not text.strip().isdecimal() or not 0 < int(text) <= MOST:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number between 0 and {MOST:,}"
+            f"{text!r} is not a number between 1 and {MOST:,}"
         )
     return int(text)
 
 
-def positive(text: str) -> int:
-    """Parse a whole number that is at least 1."""
-    if not (found := whole(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return found
+def run_name(text: str) -> str:
+    """Return the name of a replay or a send."""
+    if not 0 < len(text) <= 64:
+        raise argparse.ArgumentTypeError("a name has 1 to 64 characters")
+    return text
 
 
 def rate(text: str) -> float:
@@ -193,7 +193,7 @@ def add_jobs(
         "--tasks",
         "tasks that write in parallel; default: half the cores of one machine, twice "
         "those of a cluster",
-        type=whole, default=0,
+        type=positive, default=0,
     )  # fmt: skip
     option(
         "--engine",
@@ -257,7 +257,6 @@ def add_jobs(
         "no earlier run has found",
         choices=("lost", "new", "findings", "never"), default="lost",
     )  # fmt: skip
-    option("--known", "count acknowledged findings too", **switch)
 
     text = "list and acknowledge what reconcile has found"
     findings = jobs.add_parser("findings", parents=[common], help=text)
@@ -307,8 +306,8 @@ def add_jobs(
     )  # fmt: skip
     option("--as", dest="mode", choices=("same", "copy"), default="same")
     option("--rate", "messages a second", type=rate, default=0)
-    option("--limit", type=whole, default=0)
-    option("--name", "the same name stores nothing twice", default="")
+    option("--limit", type=positive, default=0)
+    option("--name", "the same name stores nothing twice", type=run_name)
     text = "select also messages that were replayed or redelivered before"
     option("--replayed", text, **switch)
 
@@ -321,7 +320,8 @@ def add_jobs(
     option("--header", **several, type=pair)
     option("--id", "columns, comma-separated", dest="identity", default="")
     option("--rate", type=rate, default=0)
-    option("--name", "a name; the same name stores nothing twice", required=True)
+    text = "a name; the same name stores nothing twice"
+    option("--name", text, type=run_name, required=True)
     option("--broker", default="default")
 
     option = add("erase", "remove messages from database and lake")
@@ -335,7 +335,16 @@ def add_jobs(
     option("--orphans-older-than", type=duration, default="1d")
     option("--replaced-older-than", type=duration, default="7d")
     option("--keep", "drop days older than this", type=duration)
-    option("--no-compact", **switch)
+
+
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options in `words`, by default those of this process."""
+    parser = argparse.ArgumentParser(
+        prog="python -m django_txmsg.spark",
+        description="The data pipeline of django_txmsg on Spark.",
+    )
+    add_jobs(parser)
+    return parser.parse_args(words)
 
 
 def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
@@ -364,7 +373,7 @@ def execute(spec: JobSpec, given: argparse.Namespace) -> int:
         with needs("The pipeline", "spark", *_EXTRA, error=EnvironmentFault):
             from .jobs.running import run_job
 
-            outcome = run_job(complete(spec, given), given)
+            run = run_job(complete(spec, given), given)
     except Exception as error:
         fault = error
         if not isinstance(fault, PipelineError):
@@ -379,10 +388,10 @@ def execute(spec: JobSpec, given: argparse.Namespace) -> int:
             _say(json.dumps(facts))
         return _fail(given.job, fault)
     if given.json:
-        _say(json.dumps(outcome.facts, default=str))
+        _say(json.dumps(run.facts, default=str))
     else:
-        _say("\n".join(outcome.lines))
-    return outcome.exit_code
+        _say("\n".join(run.lines))
+    return run.exit_code
 
 
 def _say(text: str) -> None:
@@ -397,12 +406,7 @@ def _fail(job: str, error: PipelineError) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a job with the arguments of `python -m django_txmsg.spark`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m django_txmsg.spark",
-        description="The data pipeline of django_txmsg on Spark.",
-    )
-    add_jobs(parser)
-    given = parser.parse_args(arguments)
+    given = parsed(arguments)
     try:
         spec = JobSpec.load(given.spec) if given.spec else JobSpec()
     except UsageError as error:

@@ -74,6 +74,9 @@ class Run:
     error: str = ""
     makes_lake: bool = True
     """Whether its results create a lake if there is none."""
+    lines: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The summary, for people and for programs."""
     _began: float = field(default_factory=time.monotonic)
 
     @property

@@ -8,12 +8,11 @@ at the end of its input.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
 
-from .cli import add_jobs, execute
+from .cli import execute, parsed
 from .errors import EnvironmentFault
 from .session import session
 from .spec import JobSpec
@@ -22,13 +21,10 @@ from .spec import JobSpec
 def run_each(lines: Iterable[str], words: Sequence[str]) -> None:
     """Run one job for each line of the standard input. `words` are settings of Spark:
     `--conf KEY=VALUE`. Raises EnvironmentFault if Spark does not start."""
-    parser = argparse.ArgumentParser(prog="follow")
-    add_jobs(parser)
-    given = parser.parse_args(["verify", *words])
-    with session("follow", dict(given.conf)):
+    with session("follow", dict(parsed(["verify", *words]).conf)):
         for line in lines:
             asked = json.loads(line)
-            given = parser.parse_args([*asked["words"], "--json"])
+            given = parsed([*asked["words"], "--json"])
             execute(JobSpec.load(asked["spec"]), given)
 
 

@@ -10,23 +10,20 @@ import os
 import signal
 import sys
 import threading
-from datetime import timedelta
 from typing import Any
 
-from django_txmsg.spark.jobs.follow import Follower, FollowOptions
+from django_txmsg.spark.cli import parsed
+from django_txmsg.spark.jobs.follow import Follower
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from django_txmsg.webhook import Webhook
 from tests.spark.kill_archive import DIFFERING, requeue
 
 #: Of tests: nothing but the outbox, in small batches, without a JVM.
-OPTIONS = FollowOptions(
-    {"outbox": timedelta(days=1)},
-    every=timedelta(seconds=0.1),
-    batch_rows=100,
-    reconcile_every=timedelta(0),
-    verify_every=timedelta(0),
-    sweep_every=timedelta(0),
-)
+OPTIONS = parsed(
+    ["follow", "--table", "outbox", "--older-than", "1d", "--every", "0.1s",
+     "--batch-rows", "100", "--reconcile-every", "0s", "--verify-every", "0s",
+     "--sweep-every", "0s"]
+)  # fmt: skip
 
 
 class Telling(Webhook):

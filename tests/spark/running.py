@@ -7,22 +7,25 @@ import dataclasses
 import json
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import Namespace
 from typing import Any
 
 from django_txmsg.spark import cli
-from django_txmsg.spark.jobs.outcome import Outcome
 from django_txmsg.spark.jobs.running import run_job
+from django_txmsg.spark.runs import Run
 from django_txmsg.spark.spec import JobSpec
 from tests.spark.conftest import ROOT
 
 
-def outcome(spec: JobSpec, *words: str) -> Outcome:
+def outcome(spec: JobSpec, *words: str) -> Run:
     """Run a job and return its result and output."""
-    parser = ArgumentParser()
-    cli.add_jobs(parser)
-    given = parser.parse_args(words)
+    given = cli.parsed(words)
     return run_job(cli.complete(spec, given), given)
+
+
+def but(given: Namespace, **changed: Any) -> Namespace:
+    """Return the options of a job, with some of them changed."""
+    return Namespace(**(vars(given) | changed))
 
 
 def run(spec: JobSpec, *words: str) -> dict[str, Any]:

@@ -30,9 +30,8 @@ from tests.spark.log import Log
 
 
 def joined(log: Log, lake: LakeSpec) -> None:
-    options = SweepOptions()
-    swept = run_sweep(JobSpec((log.spec,), lake), options, Run("sweep", {}))
-    assert swept["outbox"].compacted == 3
+    run_sweep(JobSpec((log.spec,), lake), SweepOptions(), run := Run("sweep", {}))
+    assert run.counts["outbox"]["compacted"] == 3
 
 
 def more_archived(log: Log, lake: LakeSpec) -> None:

@@ -17,21 +17,22 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg.spark import tally
+from django_txmsg.spark.cli import parsed
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs import counted as by_footers
 from django_txmsg.spark.jobs import journeys
-from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
+from django_txmsg.spark.jobs.reconcile import run_reconcile
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from tests.spark.archives import archive
 from tests.spark.log import LONG_AGO, Log
-from tests.spark.running import run
+from tests.spark.running import but, run
 
 SECOND, HOUR, DAY = (dt.timedelta(seconds=n) for n in (1, 3_600, 86_400))
 #: Journeys are looked at file by file, however few there are.
-LARGE = ReconcileOptions(grace=dt.timedelta(0))
+LARGE = parsed(["reconcile", "--grace", "0s"])
 Counts = dict[str, dict[str, int]]
 
 
@@ -66,9 +67,7 @@ def judged(spark: Any, spec: JobSpec, many: int = 0, **options: Any) -> Counts:
     """Run `reconcile`. It leaves journeys unread if there are at least `many`."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(journeys, "MANY", many)
-        found = run_reconcile(
-            spark, spec, replace(LARGE, **options), Run("reconcile", {})
-        )
+        found = run_reconcile(spark, spec, but(LARGE, **options), Run("reconcile", {}))
     return found.destinations
 
 
@@ -80,7 +79,7 @@ def without_journeys(spark: Any, spec: JobSpec, at: Path, **options: Any) -> Cou
     shutil.copytree(spec.lake.uri.removeprefix("file://"), at)
     shutil.rmtree(at / "journeys", ignore_errors=True)
     plain = replace(spec, lake=LakeSpec(f"file://{at}"))
-    return judged(spark, plain, keep=False, **options)
+    return judged(spark, plain, dry_run=True, **options)
 
 
 def files_of(lake: LakeSpec) -> dict[Path, int]:
@@ -199,9 +198,9 @@ def test_counted_files_give_the_same_verdicts_as_read_ones(
         {"since": LONG_AGO + SECOND},
         {"since": LONG_AGO + DAY + SECOND / 1000},
     ):
-        read = judged(spark, spec, many=journeys.MANY, keep=False, **more)
-        assert judged(spark, spec, keep=False, **more) == read, more
-    found = judged(spark, spec, keep=False)
+        read = judged(spark, spec, many=journeys.MANY, dry_run=True, **more)
+        assert judged(spark, spec, dry_run=True, **more) == read, more
+    found = judged(spark, spec, dry_run=True)
     assert found == without_journeys(spark, spec, tmp_path / "plain")
     assert found["orders.place"]["processed_twice"] == 2
 
@@ -309,7 +308,7 @@ def test_topics_messages_are_read_where_their_counts_do_not_suffice(
     for stages in ([], declared, declared[:2]):
         one = replace(spec, subscriptions=tuple(stages))
         for more in ({}, {"since": LONG_AGO + DAY + SECOND}):
-            found = judged(spark, one, keep=False, **more)
+            found = judged(spark, one, dry_run=True, **more)
             assert found == without_journeys(spark, one, tmp_path / "plain", **more)
             assert bool(found[TOPIC]["never_received"] >= 3)
 
@@ -480,9 +479,9 @@ def alike(spark: Any, spec: JobSpec, *logs: Log, **options: Any) -> list[Counts]
     """Return the counts of four runs: when all rows are live, when those of the first
     of these logs are archived, when all of them are, and from the journeys."""
     assert spec.lake is not None
-    found = [judged(spark, spec, keep=False, **options)]
+    found = [judged(spark, spec, dry_run=True, **options)]
     archive(spark, logs[0], spec.lake)
-    found.append(judged(spark, spec, keep=False, **options))
+    found.append(judged(spark, spec, dry_run=True, **options))
     for log in logs:
         archive_all(spark, log, spec.lake)
     return found + [judged(spark, spec, **options) for _ in range(2)]
@@ -658,7 +657,7 @@ def test_rows_of_messages_before_since_are_not_read(
     told(log, since + 3 * DAY, "b")
     log.execute("UPDATE django_txmsg_inboxmessage SET processed_at = 'x' WHERE id = 2")
     with pytest.raises(Exception, match="'x'"):
-        judged(spark, spec, keep=False)
+        judged(spark, spec, dry_run=True)
     # There are findings about three of the older messages.
     found = judged(spark, spec, since=since + 2 * DAY)
     assert found == {TOPIC: {"ok": 6, "never_received": 6}}

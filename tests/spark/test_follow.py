@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +34,7 @@ from django_txmsg.spark import alerts
 from django_txmsg.spark.alerts import Alert, Alerts
 from django_txmsg.spark.connection import Connection
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
-from django_txmsg.spark.jobs.follow import Follower, FollowOptions
+from django_txmsg.spark.jobs.follow import Follower
 from django_txmsg.spark.lock import archiving
 from django_txmsg.spark.lock import following as alone
 from django_txmsg.spark.models import PipelineAlert
@@ -50,12 +51,12 @@ from tests.spark.conftest import ROOT
 from tests.spark.kill_archive import DIFFERING
 from tests.spark.kill_follow import OPTIONS
 from tests.spark.log import LONG_AGO, Log
-from tests.spark.running import outcome
+from tests.spark.running import but, outcome
 from tests.spark.test_archive_kill import SLICED, STEPS
 from tests.spark.test_outgoing import request_replay
 
 SECRET = "T0ken-that-nobody-sees"
-NOW = replace(OPTIONS, once=True)
+NOW = but(OPTIONS, once=True)
 JOURNEYS = Table("journeys", "", "", (), "", ("",))
 
 
@@ -131,7 +132,7 @@ def round_of(
     log: Log,
     lake: LakeSpec,
     url: str = "",
-    options: FollowOptions = NOW,
+    options: Namespace = NOW,
     **more: Any,
 ) -> tuple[Follower, list[str]]:
     """Run one round of `follow`. Return the follower and its output."""
@@ -254,7 +255,7 @@ def test_alert_is_delivered_at_its_beginning_and_end(log: Log, lake: LakeSpec) -
     late = [{"created_at": now - timedelta(hours=1), "dispatched_at": None}]
     log.send(late * 2)
     log.bury([{"message_id": uuid.uuid4(), "created_at": now} for _ in range(4)])
-    options = replace(NOW, dead_letters=3)
+    options = but(NOW, dead_letters=3)
     with receiver(503, 429) as taking:
         first, said = round_of(log, lake, taking.url, options)
         second, _ = round_of(log, lake, taking.url, options)
@@ -433,7 +434,7 @@ def test_standby_reports_that_the_database_is_back(
     place.rename(elsewhere)
     said: list[str] = []
     stop = threading.Event()
-    options = replace(OPTIONS, away=timedelta(0))
+    options = but(OPTIONS, away=timedelta(0))
     with receiver() as taking:
         spec = JobSpec((log.spec,), lake)
         follower = Follower(spec, options, Webhook(taking.url), stop, say=said.append)
@@ -460,7 +461,7 @@ def test_a_concurrent_archive_is_reported_as_a_standstill_and_no_lake_outage(
     log: Log, lake: LakeSpec
 ) -> None:
     log.send_many(5)
-    options = replace(OPTIONS, away=timedelta(0), stuck_after=timedelta(0))
+    options = but(OPTIONS, away=timedelta(0), stuck_after=timedelta(0))
     said: list[str] = []
     stop = threading.Event()
     spec = JobSpec((log.spec,), lake)
@@ -520,7 +521,7 @@ def test_job_that_cannot_be_started_is_reported_and_holds_up_no_alert(
     late = datetime.now(timezone.utc) - timedelta(hours=1)
     log.send([{"created_at": late, "dispatched_at": None}])
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    options = replace(OPTIONS, reconcile_every=timedelta(hours=1))
+    options = but(OPTIONS, reconcile_every=timedelta(hours=1))
     said: list[str] = []
     stop = threading.Event()
     spec = JobSpec((log.spec,), lake)
@@ -555,7 +556,7 @@ def test_run_in_the_future_and_dry_run_hold_up_no_later_run(
     )  # fmt: skip
     sweeps = "SELECT count(*) FROM django_txmsg_pipelinerun WHERE job = 'sweep'"
     for _ in range(2):
-        round_of(log, lake, options=replace(NOW, sweep_every=timedelta(days=1)))
+        round_of(log, lake, options=but(NOW, sweep_every=timedelta(days=1)))
         assert log.value(sweeps) == 2
 
 
@@ -584,7 +585,7 @@ def test_reconcile_covers_the_time_without_follow(log: Log, lake: LakeSpec) -> N
     that lags behind."""
     day, now = timedelta(days=1), datetime.now(timezone.utc)
     spec = JobSpec((log.spec,), lake, stuck_after=2 * day.total_seconds())
-    follower = Follower(spec, replace(NOW, since=day), None, threading.Event())
+    follower = Follower(spec, but(NOW, since=day), None, threading.Event())
 
     back, ran = partial(reach, follower), partial(reconciled, log)
     assert 3 * day <= back() < 3.1 * day
@@ -610,7 +611,7 @@ def test_reconcile_covers_the_time_before_a_service_was_added(
     day, now = timedelta(days=1), datetime.now(timezone.utc)
     more = [replace(log.spec, service=one) for one in ("payments", "mails")]
     spec = JobSpec((log.spec, *more), lake)
-    follower = Follower(spec, replace(NOW, since=day), None, threading.Event())
+    follower = Follower(spec, but(NOW, since=day), None, threading.Event())
     both = {"services": ["payments", "shop"], "judged_until": str(now - 5 * day)}
 
     reconciled(log, now - 5 * day, **both)
@@ -646,7 +647,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
             stop = threading.Event()
             # Not due within this test.
             day, never = timedelta(days=1), timedelta()
-            options = replace(OPTIONS, reconcile_every=day, verify_every=never)
+            options = but(OPTIONS, reconcile_every=day, verify_every=never)
             log.insert(
                 "django_txmsg_pipelinerun",
                 [{"id": uuid.uuid4(), "job": "reconcile", "service": "shop",
@@ -993,7 +994,7 @@ def test_dry_run_and_failed_round_are_reported(
 def test_metrics_say_what_fires(tmp_path: Path, settings, capsys) -> None:
     settings.TXMSG = {"SERVICE": "shop", "LAKE": f"file://{tmp_path}/lake"}
     call_command("txmsg", "pipeline", "follow", "--once", "--sweep-every", "0s")
-    assert "0 alerts fire" in capsys.readouterr().out
+    assert "follow: 0 rows in " in capsys.readouterr().out
     PipelineAlert.objects.filter(name="lag").update(firing=True, value=901)
     registry = CollectorRegistry()
     registry.register(metrics.Collector())

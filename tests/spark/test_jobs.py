@@ -218,7 +218,8 @@ def test_a_new_listener_need_not_have_earlier_messages(
     # What is declared at first has always been there, and so has lost all three.
     assert lost("old") == ["shop/old"] * 3
     assert lost("old", "new") == ["shop/old"] * 3
-    log.send([{"destination": topic, "created_at": datetime.now(timezone.utc)}])
+    now = datetime.now(timezone.utc)
+    log.send([{"destination": topic, "created_at": now, "dispatched_at": now}])
     assert lost("old", "new") == ["shop/new"] + ["shop/old"] * 4
 
 

@@ -9,7 +9,6 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ import pyspark.sql.functions as sf
 import pytest
 from deltalake import DeltaTable
 
+from django_txmsg.spark.cli import parsed
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs import journeys as keeping
 from django_txmsg.spark.jobs.journeys import Journeys
 from django_txmsg.spark.jobs.reading import WholeLog
-from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
+from django_txmsg.spark.jobs.reconcile import run_reconcile
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import DEAD_LETTERS, INBOX, OUTBOX
@@ -37,7 +37,7 @@ from django_txmsg.spark.transforms.journeys import (
 )
 from tests.spark.archives import archive
 from tests.spark.log import LONG_AGO, Log
-from tests.spark.running import run
+from tests.spark.running import but, run
 
 DAY = dt.timedelta(days=1)
 NAMES = sorted(JOURNEY.fieldNames())
@@ -293,7 +293,8 @@ def test_two_runs_bring_the_same_batches_once(spark, make_log, lake: LakeSpec) -
         if step == "written":
             seen.append(catch_up(spark, spec))
             # Nobody erases or joins meanwhile, either.
-            assert "journeys" not in run_sweep(spec, SweepOptions(), Run("sweep", {}))
+            run_sweep(spec, SweepOptions(), swept := Run("sweep", {}))
+            assert "journeys" not in swept.counts
             with pytest.raises(EnvironmentFault, match="An update of the journeys"):
                 run(spec, "erase", "--message-id", str(uuid.uuid4()))
 
@@ -393,7 +394,7 @@ def test_archived_and_live_rows_of_a_message_are_judged_together(
     log.send([{}])
 
     judged = run(spec, *JUDGE)
-    options = ReconcileOptions(grace=dt.timedelta(0))
+    options = parsed(["reconcile", "--grace", "0s"])
     with many():
         apart = run_reconcile(spark, spec, options, Run("reconcile", {}))
 
@@ -403,7 +404,7 @@ def test_archived_and_live_rows_of_a_message_are_judged_together(
         topic: {"ok": 5, "never_received": 1},
     }  # fmt: skip
     day = dt.datetime(2026, 3, 2, tzinfo=dt.timezone.utc)
-    late = replace(options, since=day, keep=False)
+    late = but(options, since=day, dry_run=True)
     with many():
         later = run_reconcile(spark, spec, late, Run("reconcile", {}))
     # Without what is kept it is the same.
@@ -429,7 +430,7 @@ def test_with_journeys_and_without_all_is_judged_alike(
     run was killed. Runs with and without journeys give the same verdicts."""
     log: Log = make_log("sqlite")
     spec, rng, known = JobSpec((log.spec,), lake), random.Random(seed), []
-    options = ReconcileOptions(grace=dt.timedelta(0))
+    options = parsed(["reconcile", "--grace", "0s"])
 
     def kill(step: str) -> None:
         if step == "committed":

@@ -20,10 +20,11 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg import wire
+from django_txmsg.spark.cli import parsed
 from django_txmsg.spark.connection import read_json
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.archive import ArchiveOptions
-from django_txmsg.spark.jobs.outgoing import ReplayOptions, choose
+from django_txmsg.spark.jobs.outgoing import choose
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.runs import next_request
 from django_txmsg.spark.schemas import OUTBOX, STAGED
@@ -435,7 +436,7 @@ def test_a_replay_beside_an_archive_finds_each_message_once(
         # Rows leave the database after its snapshot was taken,
         archive(spark, log, lake)
         log.send_many(5)
-        chosen = choose(whole, OUTBOX, ReplayOptions(where="true"))
+        chosen = choose(whole, OUTBOX, parsed(["replay", "--where", "true"]))
         # and after the files of the lake were named.
         archive(spark, log, lake)
         assert log.count() == 0

@@ -34,8 +34,9 @@ from django_txmsg.management.commands.pipeline import source_spec
 from django_txmsg.models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
+from django_txmsg.spark.cli import parsed
 from django_txmsg.spark.jobs import journeys
-from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
+from django_txmsg.spark.jobs.reconcile import run_reconcile
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
@@ -525,7 +526,7 @@ def meet(services: Services, fates: Sequence[Fate]) -> None:
 def judged(spark: Any, spec: JobSpec) -> tuple[Counter[str], Any]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(journeys, "MANY", 0)
-        found = run_reconcile(spark, spec, ReconcileOptions(), Run("reconcile", {}))
+        found = run_reconcile(spark, spec, parsed(["reconcile"]), Run("reconcile", {}))
     assert spec.lake is not None
     last: dict[tuple[str, ...], dict[str, Any]] = {}
     rows = delta_rows(spec.lake, VERDICTS).to_pylist()

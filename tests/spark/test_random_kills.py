@@ -89,7 +89,7 @@ def test_killed_archive_and_sweep_leave_each_row_once(
             process = start(spec, *words)
             killed[words[0]] += kill(process, lock.exists, dice.uniform(0, 1.0))
             archive(None, log, lake)
-            run(spec, *jobs[1], "--no-compact")
+            run(spec, *jobs[1])
             there = hashes_of_lake(lake)
             assert len(there) == len(known)
             assert dict(there) == known

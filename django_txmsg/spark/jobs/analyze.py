@@ -29,8 +29,8 @@ from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, TABLES, struct_of
 from ..spec import JobSpec
 from ..transforms import timestamp
 from ..transforms.journeys import due_at
-from .outcome import Outcome, job_session
 from .reading import WholeLog
+from .running import job_session
 
 #: Most rows of the report's lists. The lake's tables have them all.
 TOP = 25
@@ -445,36 +445,27 @@ def groups(letters: DataFrame) -> DataFrame:
     )
 
 
-def analyze_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Run the analysis, and return a summary of stages and dead letters. Raises
-    PipelineError."""
+def analyze_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
+    """Run the analysis, and list stages and dead letters. Raises PipelineError."""
     insist_on("4.1.2", "analyze")  # its sketches of latencies
     keep = not given.dry_run
     with job_session(given) as spark:
         found = run_analyze(spark, spec, given.since, run, keep=keep)
-    html = given.html if keep else ""
-    if html:
-        Path(html).write_text(render(found), encoding="utf-8")
-    lines = [
+    run.lines = [
         f"  {row['receiver']}/{row['stage']}: {row['messages']:,} messages, 95 % "
         f"within {row['p95']:.3f} s, {row['redelivered']:,} of {row['received']:,} "
         "redelivered"
         for row in found.stages
     ]
-    lines += [
+    run.lines += [
         f"  {row['letters']:,} dead letters ({row['open']:,} open): "
         f"{row['exception'].partition(chr(10))[0][:100] or row['reason']}"
         for row in found.groups
     ]
-    lines += [
-        f"  {row['service']}: {row['bytes'] / 1e6:,.1f} MB in {row['files']:,} files "
-        f"of the lake, {row['a_day'] / 1e6:,.1f} MB more a day"
-        for row in found.usage
-    ]
-    if html:
-        lines.append(f"The report is in {html}.")
-    facts = {
+    if html := given.html if keep else "":
+        Path(html).write_text(render(found), encoding="utf-8")
+        run.lines.append(f"The report is in {html}.")
+    run.facts |= {
         "stages": found.stages, "groups": found.groups, "usage": found.usage,
         "html": html,
     }  # fmt: skip
-    return Outcome(lines, facts)

@@ -33,7 +33,7 @@ from ..schemas import TABLES, Table
 from ..session import running
 from ..spec import JobSpec, LakeSpec, SourceSpec
 from .batch_task import BatchTask, Written, kept_columns, run_here
-from .outcome import Outcome, options_of, started
+from .running import started
 from .settling import Settled, Settling
 
 #: Most connections that tasks open to a database at the same time, by default.
@@ -284,13 +284,12 @@ class Archiver:
                 cutoff=one.batch.cutoff.isoformat(),
             )  # fmt: skip
             self.on_step("committed")
-            self.progress.set_postfix_str(f"batch {one.batch.number} is in the lake")
 
     def _purge(self, written: Sequence[Written]) -> None:
         """Delete from the database the rows of batches that the lake contains. The
         deletions commit in the order of the batches."""
         started = time.monotonic()
-        side_by_side = max(1, self.options.purges)
+        side_by_side = self.options.purges
         if self.source.vendor == "sqlite":
             side_by_side = 1
         for start in range(0, len(written), side_by_side):
@@ -343,7 +342,7 @@ class Archiver:
 FEW_ROWS = 200_000
 
 
-def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     """Archive the chosen tables. In a dry run, only count the rows to archive. Raises
     LostBatches if the lake has lost batches."""
     source, lake = spec.service(), spec.lake_spec()
@@ -351,44 +350,40 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
     if given.dry_run:
         if not given.accept_loss:
             is_mounted(replace(spec, services=(source,)))
-        return would_move(source, chosen, given.stuck_after, run)
-    outcome = Outcome()
+        count_waiting(source, chosen, given.stuck_after, run)
+        return
     refused: list[str] = []
     seconds: dict[str, dict[str, float]] = {}
     with _engine(source, chosen, given) as spark:
-        outcome.facts["engine"] = "local" if spark is None else "spark"
         overlap = given.overlap
         if overlap is None:
             overlap = spark is not None and not on_one_machine(spark)
         for name, age in chosen.items():
-            archiver = Archiver(
-                spark,
-                source,
-                lake,
-                TABLES[name],
-                options_of(
-                    ArchiveOptions, given, older_than=age, vacuum=not given.no_vacuum,
-                    overlap=overlap,
-                ),
-                quiet=given.json,
+            options = ArchiveOptions(
+                age, given.batch_rows, tasks=given.tasks, purges=given.purges,
+                overlap=overlap, vacuum=not given.no_vacuum,
+                accept_loss=given.accept_loss,
             )  # fmt: skip
-            done = archiver.run()
+            table = TABLES[name]
+            done = Archiver(spark, source, lake, table, options, quiet=given.json).run()
             run.rows += done.rows
             run.counts[name] = done.rows
             refused += done.refused
             seconds[name] = {k: round(v, 2) for k, v in done.seconds.items()}
             if done.batches:
-                outcome.lines.append(
+                run.lines.append(
                     f"{name}: {done.rows - done.resumed:,} rows in {done.batches} "
                     "batches are in the lake and out of the database."
                 )
-            outcome.lines += done.notes
-            _tell_held(name, done.held, given.stuck_after, run, outcome)
-    outcome.lines += refused
-    outcome.facts |= {"refused": refused, "steps": seconds}
+            run.lines += done.notes
+            _report_held(name, done.held, given.stuck_after, run)
+    run.lines += refused
+    run.facts |= {
+        "engine": "local" if spark is None else "spark", "refused": refused,
+        "steps": seconds,
+    }  # fmt: skip
     if refused:
         run.refused, run.error = True, "\n".join(refused)
-    return outcome
 
 
 @contextmanager
@@ -412,36 +407,32 @@ def _engine(
         yield spark
 
 
-def would_move(
+def count_waiting(
     source: SourceSpec,
     chosen: Mapping[str, dt.timedelta],
     stuck_after: dt.timedelta,
     run: Run,
-) -> Outcome:
-    """Return a summary of the rows that an archive would move now."""
-    outcome = Outcome()
+) -> None:
+    """Count the rows that an archive would move now."""
     for name, age in chosen.items():
         run.counts[name], held = waiting(source, TABLES[name], age)
         if run.counts[name]:
-            outcome.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
-        _tell_held(name, held, stuck_after, run, outcome)
+            run.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
+        _report_held(name, held, stuck_after, run)
     run.rows = sum(run.counts.values())
-    return outcome
 
 
-def _tell_held(
-    name: str, held: Held, stuck_after: dt.timedelta, run: Run, outcome: Outcome
-) -> None:
+def _report_held(name: str, held: Held, stuck_after: dt.timedelta, run: Run) -> None:
     """Report the settled rows that cannot be archived until an open transaction has
     ended. If that transaction has been open for longer than `stuck_after`, the run ends
     in the state "findings", because the transaction blocks the archive and vacuum."""
     if not held.rows:
         return
-    outcome.lines.append(
+    run.lines.append(
         f"{name}: {held.rows:,} settled rows wait for {held.whom}: they changed after "
         "it had begun."
     )
-    outcome.facts.setdefault("held", {})[name] = held.rows
+    run.facts.setdefault("held", {})[name] = held.rows
     if held.seconds > stuck_after.total_seconds():
         run.findings = True
 

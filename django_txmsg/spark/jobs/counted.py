@@ -18,14 +18,13 @@ from ..tally import Line, Tally, tally_in
 from ..transforms import MICROSECOND, instant, micros
 from ..transforms.journeys import PROMPT
 from ..transforms.reconcile import OUTCOME
+from .listeners import Listener
 
 #: Footers that are read at the same time: an object store is slow, but parallel.
 _AT_ONCE = 16
 #: Most lines of footers in memory at a time: some 150 MB.
 LINES = 500_000
 _Group = tuple[dt.date, str, str]
-#: The listeners of a topic: consumer, since and until, in microseconds since 1970.
-Listening = Sequence[tuple[str, int, int | None]]
 
 
 def tallies(
@@ -82,19 +81,22 @@ def usable(
     return found
 
 
-def received_by_all(lines: Iterable[Line], listeners: Mapping[str, Listening]) -> bool:
+def received_by_all(
+    lines: Iterable[Line], listeners: Mapping[str, Sequence[Listener]]
+) -> bool:
     """Return True if the counted messages were received by exactly the stages that
-    listened to their topics. Returns False if a stage began or stopped listening while
-    these messages were sent, because the counts do not show which messages that stage
-    should have received."""
+    listened to their topics. `listeners` contains the stages of each topic. Returns
+    False if a stage began or stopped listening while these messages were sent, because
+    the counts do not show which messages that stage should have received."""
     for line in lines:
         if line.receivers is None:
             continue
+        first, last = instant(line.first_us), instant(line.last_us)
         whole, partly = set(), False
-        for consumer, since, until in listeners.get(line.destination, ()):
-            if since <= line.first_us and (until is None or line.last_us < until):
-                whole.add(consumer)
-            elif since <= line.last_us and (until is None or line.first_us < until):
+        for one in listeners.get(line.destination, ()):
+            if one.since <= first and (one.until is None or last < one.until):
+                whole.add(one.consumer)
+            elif one.since <= last and (one.until is None or first < one.until):
                 partly = True
         if partly or whole != set(json.loads(line.receivers)):
             return False

@@ -13,7 +13,6 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
@@ -38,7 +37,7 @@ from ..schemas import TABLES, Table
 from ..source.snapshot import remove_left_copies
 from ..spec import JobSpec, LakeSpec
 from ..storage import place_of
-from .outcome import Outcome, job_session
+from .running import job_session
 from .settling import rewritten
 
 #: The lake's tables with messages, in the order in which they are erased, and the
@@ -223,32 +222,6 @@ _IDS = {
 _ANY_TIME = dt.datetime.max.replace(tzinfo=dt.timezone.utc)
 
 
-def _insist_on_a_selection(given: argparse.Namespace) -> None:
-    """Raise UsageError if no message is selected. An empty value is refused, too,
-    because it would match all messages without a key."""
-    names = [*given.message_id, *given.key, *given.correlation_id]
-    if not names:
-        raise UsageError(
-            "Which messages? Give --message-id, --key or --correlation-id."
-        )
-    if not all(names):
-        raise UsageError(
-            "An empty --key or --correlation-id selects no message. Is a "
-            "variable of your shell unset?"
-        )
-
-
-@dataclass
-class Erased:
-    """The number of erased messages, and the number of deleted rows by table. In a dry
-    run, nothing is erased, and these are the numbers that a real run would erase."""
-
-    messages: int
-    database: Counter[str] = field(default_factory=Counter)
-    lake: Counter[str] = field(default_factory=Counter)
-    files: int = 0
-
-
 def _fence(lake: Lake, service: str, table: Table) -> None:
     """Prevent an archiver that has lost its lock from adding batches to the lake."""
     log = BatchLog(lake, service, table)
@@ -297,9 +270,9 @@ def _from_lake(
     service: str,
     ids: Sequence[str],
     dry_run: bool,
-    done: Erased,
-) -> None:
-    """Rewrite the files that contain rows of these messages.
+) -> int:
+    """Rewrite the files that contain rows of these messages. Return the number of
+    erased rows.
 
     Also delete all files that the log does not name, because replaced files and files
     of killed runs may contain such rows. This happens twice: before the rewriting, to
@@ -310,7 +283,7 @@ def _from_lake(
         _remove_unnamed(place, service)
     delta = place.load()
     if delta is None:
-        return
+        return 0
     named = place.named(delta, service)
     fresh: dict[LakeFile, LakeFile] = {}
     if named and ids:
@@ -319,20 +292,17 @@ def _from_lake(
         with place.discarding(service, [token]):
             fresh = dict(gather(spark, task, named))
     erased = sum(old.rows - new.rows for old, new in fresh.items())
-    done.lake[name] += erased
-    done.files += len(fresh)
     if fresh and not dry_run:
         place.commit(
             delta,
             [one for one in fresh.values() if one.rows],
             replaced=fresh,
             metadata={
-                "erased": erased,
-                "service": service,
-                "touched": touched(fresh),
+                "erased": erased, "service": service, "touched": touched(fresh),
             },
-        )
+        )  # fmt: skip
         _remove_unnamed(place, service)
+    return erased
 
 
 def _remove_unnamed(place: LakeTable, service: str) -> None:
@@ -356,15 +326,13 @@ def _rewrite(
     names = _IDS.get(name, _ID)
     wanted = pa.array(ids, pa.string())
 
-    def erased(batch: pa.RecordBatch) -> Any:
-        return reduce(pc.or_, [pc.is_in(batch.column(one), wanted) for one in names])
-
     def kept(batch: pa.RecordBatch) -> pa.RecordBatch:
-        return batch.filter(pc.invert(erased(batch)))
+        gone = reduce(pc.or_, [pc.is_in(batch.column(one), wanted) for one in names])
+        return batch.filter(pc.invert(gone))
 
     for file in files:
         batches = rows_of(place.files, f"{place.root}/{file.path}", names)
-        rows = sum(erased(batch).true_count for batch in batches)
+        rows = sum(batch.num_rows - kept(batch).num_rows for batch in batches)
         if not rows:
             continue
         fresh = LakeFile("", file.service, file.day, 0, file.rows - rows)
@@ -375,12 +343,20 @@ def _rewrite(
         yield file, fresh
 
 
-def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     """Erase messages from the databases of all specified services, from the queues of
-    embedded brokers, and from the services' parts of the lake. Return a summary with
-    the numbers of rows. Raises EnvironmentFault while an archive, a `reconcile` or a
-    replay is running."""
-    _insist_on_a_selection(given)
+    embedded brokers, and from the services' parts of the lake. Report the numbers of
+    rows. In a dry run, nothing is erased, and these are the numbers that a real run
+    would erase. Raises EnvironmentFault while an archive, a `reconcile` or a replay is
+    running."""
+    keys, correlation_ids, dry_run = given.key, given.correlation_id, given.dry_run
+    named = [*given.message_id, *keys, *correlation_ids]
+    if not (named and all(named)):
+        raise UsageError(
+            "Which messages? Give --message-id, --key or --correlation-id. (An empty "
+            "value selects no message. Is a variable of your shell unset?)"
+        )
+    rows, archived = Counter[str](), Counter[str]()
     with job_session(given) as spark, ExitStack() as stack:
         remove_left_copies()
         lake = None
@@ -393,7 +369,7 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
                 ledger = stack.enter_context(closing(Ledger(source, table)))
                 # No archive may add messages after they were looked up.
                 stack.enter_context(ledger.lock())
-                if lake is not None and not given.dry_run:
+                if lake is not None and not dry_run:
                     _fence(lake, source.service, table)
             connection = stack.enter_context(closing(connect_plain(source)))
             stack.enter_context(keeping(connection, source))
@@ -405,47 +381,37 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
         ]
         services = [one.service for one in spec.services]
         chosen = {str(one) for one in given.message_id}
-        if given.key or given.correlation_id:
-            for connection in databases:
-                chosen |= messages_named(connection, given.key, given.correlation_id)
-            for connection in brokers:
+        if keys or correlation_ids:
+            for one in (*databases, *brokers):
+                only_queued = one in brokers
                 chosen |= messages_named(
-                    connection, given.key, given.correlation_id, only_queued=True
+                    one, keys, correlation_ids, only_queued=only_queued
                 )
             chosen |= _named_in(lake, spark, services, given) if lake else set()
         ids = sorted(stack.enter_context(erasing(spec.services, run, chosen)))
-        done = Erased(len(ids))
         sessions = _sessions_in(lake, spark, services, ids) if lake and ids else set()
         sessions = sessions.union(*(sessions_of(one, ids) for one in databases))
-        for connection in databases:
-            done.database.update(
-                erase_rows(
-                    connection, (RESPONSES,), sorted(sessions), dry_run=given.dry_run
-                )
-            )
-        for connection in brokers:
-            done.database.update(
-                erase_rows(connection, (_QUEUE,), ids, dry_run=given.dry_run)
-            )
-        for name in RELATIONS:
-            for service, connection in zip(services, databases, strict=True):
+        for one in databases:
+            rows.update(erase_rows(one, [RESPONSES], sorted(sessions), dry_run=dry_run))
+        for one in brokers:
+            rows.update(erase_rows(one, [_QUEUE], ids, dry_run=dry_run))
+        for name, relations in RELATIONS.items():
+            for service, one in zip(services, databases, strict=True):
                 if lake is not None:
-                    _from_lake(spark, lake, name, service, ids, given.dry_run, done)
-                done.database.update(
-                    erase_rows(connection, RELATIONS[name], ids, dry_run=given.dry_run)
-                )
-        for connection in databases:
-            done.database[_TAILS] += erase_tails(
-                connection, given.key, dry_run=given.dry_run
-            )
-    run.rows = done.database.total() + done.lake.total()
-    run.counts = dict(done.__dict__)
-    would = "would be " if given.dry_run else ""
-    lines = [f"{done.messages:,} messages are selected."]
-    for where, counts in (("database", done.database), ("lake", done.lake)):
-        lines += [
+                    archived[name] += _from_lake(
+                        spark, lake, name, service, ids, dry_run
+                    )
+                rows.update(erase_rows(one, relations, ids, dry_run=dry_run))
+        for one in databases:
+            rows[_TAILS] += erase_tails(one, keys, dry_run=dry_run)
+    run.rows = rows.total() + archived.total()
+    run.counts = {"messages": len(ids), "database": rows, "lake": archived}
+    run.facts |= run.counts
+    would = "would be " if dry_run else ""
+    run.lines.append(f"{len(ids):,} messages are selected.")
+    for where, counts in (("database", rows), ("lake", archived)):
+        run.lines += [
             f"  {where}: {count:,} rows of {name} {would}erased."
             for name, count in counts.items()
             if count
         ]
-    return Outcome(lines, dict(run.counts))

@@ -30,7 +30,6 @@ from ..transforms.reconcile import (
     is_finding,
     standing,
 )
-from .outcome import Outcome
 from .reading import WholeLog
 
 
@@ -112,7 +111,7 @@ def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
 SHOWN = 50
 
 
-def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     """List findings, acknowledge them, or reopen them. Raises UsageError if the
     verdict is unknown, or if findings are to be changed and no option says which."""
     insist_on_a_finding(given.verdict)
@@ -120,7 +119,10 @@ def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outc
     which = Which(given.verdict, given.destination, tuple(given.message_id))
     changes = given.reopen or given.acknowledge is not None
     if not changes:
-        return _listed(noted, which, bool(given.all), run)
+        if not given.all:
+            which = dataclasses.replace(which, acknowledged=False)
+        _list(noted, which, run)
+        return
     if which == Which() and not given.all:
         raise UsageError(
             "Which findings? Give --verdict, --destination or --message-id, or --all."
@@ -134,7 +136,7 @@ def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outc
     else:
         run.rows, verb = noted.acknowledge(which, run_by(), given.acknowledge), "are"
     word = "open again" if given.reopen else "acknowledged"
-    return Outcome([f"{run.rows:,} findings {verb} {word}."])
+    run.lines.append(f"{run.rows:,} findings {verb} {word}.")
 
 
 def described(finding: Mapping[str, Any]) -> str:
@@ -146,15 +148,13 @@ def described(finding: Mapping[str, Any]) -> str:
     )
 
 
-def _listed(noted: Noted, which: Which, everything: bool, run: Run) -> Outcome:
-    which = dataclasses.replace(which, acknowledged=None if everything else False)
+def _list(noted: Noted, which: Which, run: Run) -> None:
     found = noted.read(which)
     now = dt.datetime.now(dt.timezone.utc)
 
     def age(since: dt.datetime) -> str:
         return duration(max(0.0, (now - since).total_seconds()))
 
-    lines = []
     for one in found[:SHOWN]:
         line = f"{described(one)}, found {age(one['found_at'])} ago"
         if one["acknowledged_at"]:
@@ -162,8 +162,8 @@ def _listed(noted: Noted, which: Which, everything: bool, run: Run) -> Outcome:
                 f"; acknowledged by {one['acknowledged_by']} "
                 f"{age(one['acknowledged_at'])} ago: {one['note']}"
             )
-        lines.append(line)
+        run.lines.append(line)
     if len(found) > SHOWN:
-        lines.append(f"… and {len(found) - SHOWN:,} more: --json lists all.")
+        run.lines.append(f"… and {len(found) - SHOWN:,} more: --json lists all.")
     run.rows, run.counts = len(found), noted.count(which)
-    return Outcome(lines, {"findings": found})
+    run.facts["findings"] = found

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ...webhook import KEY_VARIABLE, NoWebhook, Webhook
@@ -31,42 +31,12 @@ from ..progress import Step, no_step
 from ..runs import Run, next_request, progressed, recorded
 from ..schemas import TABLES
 from ..session import LONGEST_RUN, SparkProcess
-from ..spec import JobSpec, hidden
+from ..spec import JobSpec, SourceSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
-from .archive import ArchiveOptions, Archiver, ArchiveResult, ages, would_move
-from .outcome import Outcome, options_of
+from .archive import ArchiveOptions, Archiver, ArchiveResult, ages, count_waiting
 from .reconcile import stuck_after
 from .stopping import run_until_stopped
 from .sweep import SweepOptions, run_sweep
-
-
-@dataclass(frozen=True)
-class FollowOptions:
-    """The options of `follow`: the interval, the ages of rows to archive, and the
-    bounds of alerts."""
-
-    ages: Mapping[str, dt.timedelta]
-    """The age at which settled rows of a table leave."""
-    every: dt.timedelta = dt.timedelta(minutes=5)
-    batch_rows: int = 100_000
-    lag: dt.timedelta = dt.timedelta(minutes=15)
-    dead_letters: int = 10
-    """In `window`."""
-    window: dt.timedelta = dt.timedelta(hours=1)
-    away: dt.timedelta = dt.timedelta(minutes=5)
-    stuck_after: dt.timedelta = dt.timedelta(hours=6)
-    reconcile_every: dt.timedelta = dt.timedelta(hours=1)
-    since: dt.timedelta = dt.timedelta(days=1)
-    grace: dt.timedelta = dt.timedelta(hours=1)
-    """Of `reconcile`."""
-    reconcile: tuple[str, ...] = ()
-    """The other arguments of its command line."""
-    conf: tuple[tuple[str, str], ...] = ()
-    """Settings of Spark."""
-    verify_every: dt.timedelta = dt.timedelta(days=7)
-    sweep_every: dt.timedelta = dt.timedelta(days=1)
-    once: bool = False
-
 
 #: Seconds between the first tries, and between the last ones.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -123,7 +93,7 @@ class Follower:
     def __init__(
         self,
         spec: JobSpec,
-        options: FollowOptions,
+        given: argparse.Namespace,
         webhook: Webhook | None,
         stop: threading.Event,
         *,
@@ -131,13 +101,14 @@ class Follower:
         on_step: Step = no_step,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.spec, self.options, self.webhook = spec, options, webhook
+        self.spec, self.given, self.webhook = spec, given, webhook
+        self.ages = ages(spec, given)
         self.source, self.lake = spec.service(), spec.lake_spec()
         self.stop, self.on_step, self.say = stop, on_step, say or _say
         self.recorded_options = dict(recorded_options or {})
         self.database = Outage("The database", self.say)
         self.store = Outage("The lake", self.say)
-        self.beside = SparkProcess(spec, options.conf)
+        self.beside = SparkProcess(spec, given.conf)
         self.telling = Telling(self.source.service, webhook, stop, self.say)
         self.run: Run | None = None
         self._failures = 0
@@ -156,7 +127,7 @@ class Follower:
                     self._spell()
                     return
                 except Exception as error:
-                    if self.options.once or isinstance(error, UsageError):
+                    if self.given.once or isinstance(error, UsageError):
                         raise
                     if isinstance(error, Taken):
                         self._stand_by()
@@ -175,14 +146,14 @@ class Follower:
         ):
             self.run, self._waiting = run, False
             self._database_back()
-            if self.options.reconcile_every and not self.options.once:
+            if self.given.reconcile_every and not self.given.once:
                 self._lost(connection)
             while True:
                 self._round(connection, run)
-                pause = self.options.every.total_seconds()
+                pause = self.given.every.total_seconds()
                 if self.store.tries:
                     pause = min(pause, self.store.pause)
-                if self.options.once or self.stop.wait(pause):
+                if self.given.once or self.stop.wait(pause):
                     return
                 connection.value("SELECT 1")  # holds our lock
 
@@ -191,7 +162,7 @@ class Follower:
         if not self._waiting:
             self.say("Another process follows this database: standing by.")
         self._waiting = True
-        self.stop.wait(min(30.0, self.options.every.total_seconds()))
+        self.stop.wait(min(30.0, self.given.every.total_seconds()))
 
     def _database_back(self) -> None:
         self.database.over()
@@ -199,7 +170,7 @@ class Follower:
 
     def _database_away(self, error: Exception) -> None:
         self.database.failed(error)
-        bound = self.options.away.total_seconds()
+        bound = self.given.away.total_seconds()
         if self.database.seconds > bound:
             self.telling.database_is_away(
                 self.database.seconds, bound, self.database.error
@@ -216,7 +187,7 @@ class Follower:
         except UsageError:
             raise
         except Archiving as busy:  # no outage
-            if self.options.once:
+            if self.given.once:
                 raise
             if not self._busy:
                 self.say(str(busy))
@@ -226,7 +197,7 @@ class Follower:
             self._busy = ""
             connection.value("SELECT 1")  # is it the database that is away?
             connect_plain(self.source).close()
-            if self.options.once:
+            if self.given.once:
                 raise
             self.store.failed(error)
         else:
@@ -250,15 +221,13 @@ class Follower:
         progressed(self.source, run)
 
     def _archive(self, found: dict[str, ArchiveResult]) -> None:
-        for name, age in self.options.ages.items():
+        for name, age in self.ages.items():
             archiver = Archiver(
                 None,
                 self.source,
                 self.lake,
                 TABLES[name],
-                ArchiveOptions(
-                    age, batch_rows=self.options.batch_rows, batches=1, vacuum=False
-                ),
+                ArchiveOptions(age, self.given.batch_rows, batches=1, vacuum=False),
                 on_step=self._step,
             )
             found[name] = archiver.result
@@ -272,7 +241,7 @@ class Follower:
         self.on_step(step)
 
     def _sweep(self, connection: Connection) -> None:
-        if not self._due(connection, "sweep", self.options.sweep_every):
+        if not self._due(connection, "sweep", self.given.sweep_every):
             return
         with recorded(self.spec, "sweep", {"by": "follow"}) as run:
             run_sweep(self.spec, SweepOptions(), run)
@@ -289,50 +258,35 @@ class Follower:
         found: Mapping[str, ArchiveResult],
         refused: Sequence[str],
     ) -> None:
-        options, weigh = self.options, Alerts(connection, self.source.service).weigh
-        weigh("database", 0, options.away.total_seconds(), "It answers.")
-        stuck = options.stuck_after.total_seconds()
+        weigh = Alerts(connection, self.source.service).weigh
+        away = self.given.away.total_seconds()
+        stuck = self.given.stuck_after.total_seconds()
+        weigh("database", 0, away, "It answers.")
         if self._busy:
             seconds = time.monotonic() - self._busy_since
             weigh("standstill", seconds, stuck, self._busy)
         if self.store.tries or not self._busy:
-            weigh(
-                "lake", self.store.seconds, options.away.total_seconds(),
-                self.store.error or "The archive goes on.",
-            )  # fmt: skip
+            error = self.store.error or "The archive goes on."
+            weigh("lake", self.store.seconds, away, error)
         if not self.store.tries and not self._busy:
-            name, held = max(
-                ((name, done.held) for name, done in found.items()),
-                key=lambda one: one[1].seconds,
-            )
-            waiting = f"{held.rows:,} rows of {name} wait for {held.whom}"
-            weigh(
-                "standstill", held.seconds, stuck,
-                waiting if held.rows else "No row waits for a long transaction.",
-            )  # fmt: skip
-            weigh(
-                "refused", len(refused), 0,
-                " ".join(refused) or "No row differed from its copy.",
-                hold=self.webhook is not None,
-            )  # fmt: skip
-        lag = alerts.lag(connection, self.source)
-        weigh(
-            "lag", lag, options.lag.total_seconds(),
-            f"The oldest message has been due for {lag:,.0f} s.",
-        )  # fmt: skip
-        dead = alerts.dead_letters(connection, self.source, options.window)
-        weigh(
-            "dead_letters", dead, options.dead_letters,
-            f"{dead:,} messages died in the last {options.window}.",
-        )  # fmt: skip
+            name = max(found, key=lambda one: found[one].held.seconds)
+            held, waiting = found[name].held, "No row waits for a long transaction."
+            if held.rows:
+                waiting = f"{held.rows:,} rows of {name} wait for {held.whom}"
+            weigh("standstill", held.seconds, stuck, waiting)
+            differing = " ".join(refused) or "No row differed from its copy."
+            hold = self.webhook is not None
+            weigh("refused", len(refused), 0, differing, hold=hold)
+        for measured in _measured(connection, self.source, self.given):
+            weigh(*measured)
         self._verified(connection, weigh)
         self._ended(connection, weigh)
-        if self.options.once or self.beside.job:
+        if self.given.once or self.beside.job:
             return
-        if self._due(connection, "reconcile", self.options.reconcile_every):
+        if self._due(connection, "reconcile", self.given.reconcile_every):
             self.beside.start("reconcile", *self.reconcile_words())
         elif (
-            self._due(connection, "verify", self.options.verify_every)
+            self._due(connection, "verify", self.given.verify_every)
             and self._archived()
         ):
             self.beside.start("verify")
@@ -344,12 +298,18 @@ class Follower:
     def reconcile_words(self) -> list[str]:
         """Return the arguments of the next `reconcile`. It also judges the messages
         that were too young for the last run, and those of a time without any run."""
-        young = max(self.options.grace, stuck_after(self.spec))
+        young = max(self.given.grace, stuck_after(self.spec))
         services = {one.service for one in self.spec.services}
         until = dt.datetime.now(dt.timezone.utc) - young
         judged = Noted(self.source).judged_until(services)
-        begin = min(until, judged or until) - self.options.since
-        return ["--since", begin.isoformat(), *self.options.reconcile]
+        begin = min(until, judged or until) - self.given.since
+        words = ["--since", begin.isoformat()]
+        words += ["--grace", f"{self.given.grace.total_seconds()}s"]
+        for name in self.given.external:
+            words += ["--external", name]
+        for name in self.given.external_sender:
+            words += ["--external-sender", name]
+        return words
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
         """Check whether the job in the Spark process has ended. If it has failed,
@@ -424,14 +384,33 @@ def _say(line: str) -> None:
     sys.stderr.write(f"follow: {line}\n")
 
 
-def follow_command(
-    spec: JobSpec, given: argparse.Namespace, recorded: Mapping[str, Any]
-) -> Outcome:
-    """Follow until stopped, or for one round. Raises PipelineError."""
-    options = _options(spec, given)
-    spec.lake_spec()
+def _measured(
+    connection: Connection, source: SourceSpec, given: argparse.Namespace
+) -> list[tuple[str, float, float, str]]:
+    """Return what is measured in the database: the name of each alert, its value, its
+    bound and a summary."""
+    lag = alerts.lag(connection, source)
+    due = f"The oldest message has been due for {lag:,.0f} s."
+    dead = alerts.dead_letters(connection, source, given.window)
+    died = f"{dead:,} messages died in the last {given.window}."
+    return [
+        ("lag", lag, given.lag.total_seconds(), due),
+        ("dead_letters", dead, given.dead_letters, died),
+    ]
+
+
+def follow_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
+    """Follow until stopped, or for one round. In a dry run, list what a round would
+    measure. Raises PipelineError, such as LostBatches if the lake has lost batches."""
     if given.dry_run:
-        return _would(spec, options)
+        source = spec.service()
+        is_mounted(replace(spec, services=(source,)))
+        count_waiting(source, ages(spec, given), given.stuck_after, run)
+        with closing(connect_plain(source)) as connection:
+            measured = _measured(connection, source, given)
+        run.facts |= run.counts | {name: value for name, value, *_ in measured}
+        run.lines += [summary for *_, summary in measured]
+        return
     try:
         webhook = Webhook.from_environment(given.webhook_env)
     except NoWebhook as error:
@@ -440,51 +419,11 @@ def follow_command(
     for name in (given.webhook_env, KEY_VARIABLE):
         os.environ.pop(name, None)
     stop = threading.Event()
-    follower = Follower(spec, options, webhook, stop, recorded_options=recorded)
+    follower = Follower(spec, given, webhook, stop, recorded_options=run.options)
     run_until_stopped(follower.work, stop, follower.beside.stop)
-    run = follower.run
-    counts = run.counts if run else {}
-    rows = run.rows if run else 0
+    if last := follower.run:
+        run.id, run.rows, run.counts = last.id, last.rows, last.counts
     firing = follower.telling.firing
-    code = 1 if given.once and firing else 0
-    lines = [f"{one.name}: {one.summary}" for one in firing]
-    summary = f"follow: {rows:,} rows in {counts.get('rounds', 0)} rounds since its run"
-    facts = {
-        "job": "follow", "run": run.id if run else None, "rows": rows,
-        "counts": counts, "firing": [one.name for one in firing],
-        "exit_code": code,
-    }  # fmt: skip
-    return Outcome([*lines, f"{summary} began; {len(lines)} alerts fire."], facts, code)
-
-
-def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:
-    words = ["--grace", f"{given.grace.total_seconds()}s"]
-    for name in given.external:
-        words += ["--external", name]
-    for name in given.external_sender:
-        words += ["--external-sender", name]
-    return options_of(
-        FollowOptions,
-        given,
-        ages=ages(spec, given),
-        conf=tuple(given.conf),
-        reconcile=tuple(words),
-    )
-
-
-def _would(spec: JobSpec, options: FollowOptions) -> Outcome:
-    """Print the values that a round would measure. Raises LostBatches if the lake has
-    lost batches."""
-    source = spec.service()
-    is_mounted(replace(spec, services=(source,)))
-    run = Run("follow", {})
-    outcome = would_move(source, options.ages, options.stuck_after, run)
-    with closing(connect_plain(source)) as connection:
-        lag = alerts.lag(connection, source)
-        dead = alerts.dead_letters(connection, source, options.window)
-    outcome.facts |= run.counts | {"lag": lag, "dead_letters": dead}
-    outcome.lines += [
-        f"The oldest message has been due for {lag:,.0f} s.",
-        f"{dead:,} messages died in the last {options.window}.",
-    ]
-    return outcome
+    run.findings = bool(given.once and firing)
+    run.lines += [f"{one.name}: {one.summary}" for one in firing]
+    run.facts["firing"] = [one.name for one in firing]

@@ -23,10 +23,9 @@ from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec, Subscription
 from ..tally import Line
-from ..transforms import EPOCH, MICROSECOND, instant, micros
+from ..transforms import EPOCH, MICROSECOND, instant
 from ..transforms.journeys import EXPECTED, PROMPT
 from ..transforms.reconcile import places
-from .outcome import Outcome
 
 #: The beginning, for a stage that its service has declared since the first run.
 EVER = EPOCH
@@ -101,19 +100,6 @@ def counted_places(lines: Iterable[Line]) -> list[Place]:
         for line in lines
         if line.consumer and wire.is_topic(line.destination)
     ]  # fmt: skip
-
-
-def by_topic(
-    expected: Iterable[Listener],
-) -> dict[str, list[tuple[str, int, int | None]]]:
-    """Return the listeners of each topic as (consumer, since, until). Instants are in
-    microseconds since 1970."""
-    found: dict[str, list[tuple[str, int, int | None]]] = {}
-    for one in expected:
-        until = None if one.until is None else micros(one.until)
-        interval = (one.consumer, micros(one.since), until)
-        found.setdefault(one.destination, []).append(interval)
-    return found
 
 
 def listeners(
@@ -265,72 +251,71 @@ def _apart(
     return apart
 
 
-def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     """List the listeners in the lake, or record that a stage no longer listens. Raises
     UsageError if the stage is not a listener, or if its service declares its stages and
     no run has recorded this one."""
     is_mounted(spec)
     found = kept_listeners(Lake(spec.lake_spec()))
     if given.retire is None:
-        lines = [
+        run.rows = len(found)
+        run.lines += [
             f"{one.destination} at {one.consumer}: {_interval(one)}" for one in found
         ]
-        facts = [
+        run.facts["listeners"] = [
             {name: value and str(value) for name, value in asdict(one).items()}
             for one in found
         ]
-        run.rows = len(found)
-        return Outcome(lines, {"listeners": facts})
-    destination, consumer = given.retire
+        return
+    pair = destination, consumer = tuple(given.retire)
     if not wire.is_topic(destination) or "/" not in consumer:
         raise UsageError(
             f"{consumer!r} at {destination!r} is no listener: give a topic such as "
             "topic:orders.placed, and SERVICE/STAGE."
         )
     until = given.at or run.started_at
-    own = [one for one in found if (one.destination, one.consumer) == (
-        destination, consumer,
-    )]  # fmt: skip
+    own = [one for one in found if (one.destination, one.consumer) == pair]
     ended = [
-        Listener(destination, consumer, one.since, until)
+        replace(one, until=until)
         for one in own
         if one.until is None or one.until > until
     ]
     would = "would be" if given.dry_run else "is"
-    lines = [
+    run.lines += [
         f"{consumer} {would} expected to receive {_interval(one)}." for one in ended
     ]
     if not own:
         unknown = f"No run has recorded that {consumer} receives from {destination}."
-        if _service((destination, consumer)) in {o.service for o in spec.subscriptions}:
+        if _service(pair) in {one.service for one in spec.subscriptions}:
             raise UsageError(
                 f"{unknown} Its service declares its stages, so `reconcile` notices "
                 "without --retire when one is gone."
             )
-        lines = [
+        run.lines.append(
             f"{unknown} It {would} expected to receive nothing from "
             f"{until:%Y-%m-%d %H:%M:%S} on."
-        ]
+        )
         # What it has received shows since when it listened.
         ended = [Listener(destination, consumer, until, until)]
     if not given.dry_run:
         results = run.results(spec.lake_spec(), spec.service().service)
         results.save_rows("subscriptions", EXPECTED, list(map(asdict, ended)))
     run.rows = len(ended)
-    return Outcome(lines or [f"{consumer} is retired already."])
+    if not ended:
+        run.lines.append(f"{consumer} is retired already.")
 
 
 def kept_listeners(lake: Lake) -> list[Listener]:
     """Return the topic listeners that earlier runs have recorded. Does not use
     Spark."""
     table = lake.table("subscriptions", result_struct(EXPECTED))
-    batches = rows_as(table.files, table.root, EXPECTED, table.named())
-    rows = [Listener(**row) for batch in batches for row in batch.to_pylist()]
-    for number, one in enumerate(rows):
-        service, _, stage = one.consumer.partition("/")
-        present = lake.spec.former.get(service, service)
-        rows[number] = replace(one, consumer=f"{present}/{stage}")
-    return known_listeners(rows)
+    known = []
+    for batch in rows_as(table.files, table.root, EXPECTED, table.named()):
+        for row in batch.to_pylist():
+            service, _, stage = row["consumer"].partition("/")
+            row["consumer"] = f"{lake.spec.former.get(service, service)}/{stage}"
+            known.append(Listener(**row))
+    return known_listeners(known)
 
 
 def _interval(one: Listener) -> str:

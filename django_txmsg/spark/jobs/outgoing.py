@@ -12,13 +12,11 @@ import dataclasses
 import hashlib
 import json
 import re
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyspark.sql.functions as sf
@@ -37,80 +35,58 @@ from ..staging import Brought, Staging, ask_to_redeliver
 from ..transforms import whole_log, with_cancelled
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
 from .findings import found_in, insist_on_a_finding, judged_by
-from .outcome import Outcome, job_session, options_of
 from .reading import WholeLog
+from .running import job_session
 from .verify import Verified, read_back
 
 
-@dataclass(frozen=True)
-class ReplayOptions:
-    """The options of `replay`: which messages, in which form, and at which rate."""
-
-    where: str = ""
-    table: Literal["outbox", "dead_letters"] = "outbox"
-    mode: Literal["same", "copy"] = "same"
-    rate: float = 0
-    limit: int = 0
-    name: str = ""
-    replayed: bool = False
-    """Whether messages stored by a replay or a redelivery may be selected as well."""
-    verdict: str = ""
-    """Only messages for which a `reconcile` has found this, whether a replay stored
-    them before or not."""
-    found_by: str = ""
-    """That run's id; empty: the last one that has stored its results."""
-    request: uuid.UUID | None = None
-    """Only the messages of this request of the admin, whether a replay stored them
-    before or not."""
-    dry_run: bool = False
-
-
 def run_replay(
-    spark: SparkSession, spec: JobSpec, options: ReplayOptions, run: Run
-) -> Outcome:
-    """Select messages, and store them again under the name of this replay. Returns a
-    summary of the stored messages.
+    spark: SparkSession, spec: JobSpec, given: argparse.Namespace, run: Run
+) -> None:
+    """Select messages, and store them again under the name of this replay. Report the
+    stored messages.
 
     The default name is a digest of the options. So repeating a replay with the same
     options stores nothing. A redelivery is named after its run: it chooses only open
     dead letters.
     """
     source = spec.service()
-    table = DEAD_LETTERS if options.table == "dead_letters" else OUTBOX
+    table = DEAD_LETTERS if given.table == "dead_letters" else OUTBOX
     alone = dataclasses.replace(spec, services=(source,))
     with (
         closing(connect_plain(source)) as connection,
         storing(connection, source),
         WholeLog(spark, alone) as log,
     ):
-        judged = judged_by(log, options.found_by) if options.verdict else ""
+        judged = judged_by(log, given.run) if given.verdict else ""
         described: list[Any] = [
-            source.service, options.where, options.table, options.mode, options.limit,
-            options.replayed,
+            source.service, given.where, given.table, given.mode, given.limit,
+            given.replayed,
         ]  # fmt: skip
         if judged:
-            described += [options.verdict, judged]
+            described += [given.verdict, judged]
         text = json.dumps(described, sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:24]
         itself = run.id if table is DEAD_LETTERS else digest
-        name = options.name or f"replay-{options.request or itself}"
-        picked = [found_in(log, judged, options.verdict)] if judged else []
-        wanted = requested_ids(source, options.request) if options.request else []
+        name = given.name or f"replay-{given.request or itself}"
+        picked = [found_in(log, judged, given.verdict)] if judged else []
+        wanted = requested_ids(source, given.request) if given.request else []
         if wanted:
             ids = [[one] for one in wanted]
             picked.append(spark.createDataFrame(ids, "message_id string"))
-        chosen = choose(log, table, options, picked)
+        chosen = choose(log, table, given, picked)
         if table is DEAD_LETTERS:
-            return _redeliver(chosen, source, name, options, run)
-        unproven = 0 if options.dry_run else _insist_on_proof(log, chosen)
-        rows = to_outbox_rows(chosen, run=name, mode=options.mode)
-        stored = _store(rows, source, name, options.rate, options.dry_run, run)
+            _redeliver(chosen, source, name, given, run)
+            return
+        unproven = 0 if given.dry_run else _insist_on_proof(log, chosen)
+        rows = to_outbox_rows(chosen, run=name, mode=given.mode)
+        _store(rows, source, name, given, run)
         if unproven:
-            stored.lines.append(
+            run.lines.append(
                 f"Archived batches that have no checksum to compare with: {unproven:,}."
             )
-        left = len(wanted) - stored.facts["chosen"]
-        if left > 0 and not options.dry_run:
+        left = len(wanted) - run.facts["chosen"]
+        if left > 0 and not given.dry_run:
             raise UsageError(
                 f"{left:,} of {len(wanted):,} requested "
                 "messages were not replayed: they have not been sent yet, were "
@@ -118,26 +94,12 @@ def run_replay(
                 f"are stored as {name}. To replay the missing ones later, request them "
                 "again."
             )
-        return stored
-
-
-def _insist_on_a_selection(options: ReplayOptions) -> None:
-    """Raise UsageError if no messages are selected, or if the options contradict each
-    other. Needs no Spark, which takes seconds to start."""
-    if not (options.where or options.verdict or options.request):
-        raise UsageError("Which messages? Give --where, --verdict or --request.")
-    insist_on_a_finding(options.verdict)
-    if options.table == "dead_letters" and options.mode == "copy":
-        raise UsageError(
-            "A dead letter is redelivered under its own id: --as copy is for the "
-            "outbox. The admin can send an edited copy."
-        )
 
 
 def choose(
     log: WholeLog,
     table: Table,
-    options: ReplayOptions,
+    given: argparse.Namespace,
     picked: Sequence[DataFrame] = (),
 ) -> DataFrame:
     """Select messages from the lake and from the database. An archive may run at the
@@ -173,18 +135,18 @@ def choose(
             frames.append(archived.withColumn("outcome", known))
     try:
         frames = [
-            frame.select(*struct.fieldNames()).where(options.where or "true")
+            frame.select(*struct.fieldNames()).where(given.where or "true")
             for frame in frames
         ]
         for frame in frames:
             frame.schema  # noqa: B018 - resolves the names
     except (ParseException, AnalysisException) as error:
         raise UsageError(
-            f"The filter {recordable(options.where)!r} does not parse: "
+            f"The filter {recordable(given.where)!r} does not parse: "
             f"{_short(error)} Columns: {', '.join(struct.fieldNames())}."
         ) from error
-    ready = _ready(options.where)
-    again = options.replayed or options.verdict or options.request
+    ready = _ready(given.where)
+    again = given.replayed or given.verdict or given.request
     if table is OUTBOX and not again:
         frames = [frame.where(f"{ready} AND replay_id = ''") for frame in frames]
     chosen = whole_log(frames, struct)
@@ -193,8 +155,8 @@ def choose(
         chosen = chosen.select(*struct.fieldNames())
     if table is OUTBOX and again:
         chosen = _newest(chosen, ready)
-    if options.limit:
-        chosen = chosen.orderBy("created_at", "id").limit(options.limit)
+    if given.limit:
+        chosen = chosen.orderBy("created_at", "id").limit(given.limit)
     return chosen
 
 
@@ -245,62 +207,53 @@ def _ready(where: str) -> str:
     return "outcome IS NOT NULL" if named else "outcome <> 'cancelled'"
 
 
-def _insist_on_one_row_each(rows: DataFrame, identity: str) -> None:
-    doubled = rows.groupBy("message_id").count().where("count > 1").count()
-    if doubled:
-        raise UsageError(
-            f"{doubled} values of {identity} occur in several rows each, which would "
-            "become one message. Name columns that identify a row, or none."
-        )
-
-
 def _store(
-    rows: DataFrame,
-    source: SourceSpec,
-    name: str,
-    rate: float,
-    dry_run: bool,
-    run: Run,
-) -> Outcome:
-    _insist_on_a_name(name)
-    if dry_run:
-        return _shown(rows, name, run, "messages would be stored under")
+    rows: DataFrame, source: SourceSpec, name: str, given: argparse.Namespace, run: Run
+) -> None:
+    """Store the rows as messages in the outbox."""
+    if given.dry_run:
+        _show(rows, name, run, "messages would be stored under")
+        return
     staging = Staging(source.resolved(), name)
     try:
         tasks = gather_from(rows, partial(_stage, staging))
-        stored = staging.merge(tasks, rate=rate)
+        stored = staging.merge(tasks, rate=given.rate)
     except BaseException:
         with suppress(Exception):  # The first error is the one to report.
             staging.clear()
         raise
     chosen = sum(one.rows for one in tasks)
     known = chosen - stored
-    facts = {"name": name, "chosen": chosen}
     run.rows = stored
-    run.counts = facts | {"stored": stored, "known": known}
-    lines = [f"{stored:,} of {chosen:,} messages stored as {name}."]
+    run.facts = {"name": name, "chosen": chosen}
+    run.counts = run.facts | {"stored": stored, "known": known}
+    run.lines.append(f"{stored:,} of {chosen:,} messages stored as {name}.")
     if known:
-        lines.append(
+        run.lines.append(
             f"{known:,} were stored by {name} before. Give another --name "
             "to store them once more."
         )
-    return Outcome(lines, facts)
 
 
 def _redeliver(
-    chosen: DataFrame, source: SourceSpec, name: str, options: ReplayOptions, run: Run
-) -> Outcome:
+    chosen: DataFrame,
+    source: SourceSpec,
+    name: str,
+    given: argparse.Namespace,
+    run: Run,
+) -> None:
     """Request a bulk operation in which the app redelivers the chosen dead letters."""
-    _insist_on_a_name(name)
-    if options.dry_run:
-        return _shown(chosen, name, run, "dead letters would be redelivered as")
+    if given.dry_run:
+        _show(chosen, name, run, "dead letters would be redelivered as")
+        return
     letters = [(row[0], row[1]) for row in chosen.select("id", "message_id").collect()]
-    why = recordable(options.where) or options.verdict
+    why = recordable(given.where) or given.verdict
     operation = ask_to_redeliver(
-        source.resolved(), name, letters, rate=options.rate, why=why
+        source.resolved(), name, letters, rate=given.rate, why=why
     )
     run.rows = 0 if operation is None else len(letters)
     run.counts = {"name": name, "chosen": len(letters), "operation": operation}
+    run.facts = dict(run.counts)
     line = f"{len(letters):,} dead letter{'s' * (len(letters) != 1)}: "
     if not letters:
         line = "No open dead letter was selected."
@@ -314,16 +267,11 @@ def _redeliver(
             f"bulk operation {operation} redelivers them, as {name}. The service's "
             "manage.py consume works it off."
         )
-    return Outcome([line], dict(run.counts))
+    run.lines.append(line)
 
 
-def _insist_on_a_name(name: str) -> None:
-    if not 0 < len(name) <= 64:
-        raise UsageError("The name of a replay has at most 64 characters.")
-
-
-def _shown(rows: DataFrame, name: str, run: Run, would: str) -> Outcome:
-    """Return a summary of the messages that would be stored or redelivered."""
+def _show(rows: DataFrame, name: str, run: Run, would: str) -> None:
+    """List the messages that would be stored or redelivered."""
     per_destination = rows.groupBy("destination").count().collect()
     counts = {row["destination"]: row["count"] for row in per_destination}
     # Only ids, no content: what TXMSG["MASK"] hides elsewhere must not be shown here.
@@ -331,12 +279,12 @@ def _shown(rows: DataFrame, name: str, run: Run, would: str) -> Outcome:
         "message_id", "destination", sf.octet_length("body").alias("bytes")
     )
     sample = [row.asDict() for row in few.collect()]
-    facts = {"name": name, "chosen": sum(counts.values())}
-    run.counts = facts | {"dry_run": True}
-    lines = [f"{facts['chosen']:,} {would} {name}."]
-    lines += [f"  {name}: {n:,}" for name, n in sorted(counts.items())]
-    lines += [f"  {one}" for one in sample]
-    return Outcome(lines, facts | {"destinations": counts, "sample": sample})
+    chosen = sum(counts.values())
+    run.counts = {"name": name, "chosen": chosen, "dry_run": True}
+    run.facts = run.counts | {"destinations": counts, "sample": sample}
+    run.lines.append(f"{chosen:,} {would} {name}.")
+    run.lines += [f"  {name}: {n:,}" for name, n in sorted(counts.items())]
+    run.lines += [f"  {one}" for one in sample]
 
 
 def _stage(staging: Staging, batches: Iterator[pa.RecordBatch]) -> list[Brought]:
@@ -360,33 +308,24 @@ def _short(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].partition(";")[0].rstrip(".") + "."
 
 
-def insist_on_the_request(given: argparse.Namespace) -> None:
-    """Raise UsageError for options that would change a requested replay."""
-    options = options_of(ReplayOptions, given, found_by=given.run)
-    allowed = ReplayOptions(
-        request=options.request, rate=options.rate, dry_run=options.dry_run
-    )
-    if options.request and options != allowed:
+def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
+    """Run a replay. Raises PipelineError. Without any selection, or if the options
+    contradict each other, Spark, which takes seconds to start, does not start."""
+    if not (given.where or given.verdict or given.request):
+        raise UsageError("Which messages? Give --where, --verdict or --request.")
+    insist_on_a_finding(given.verdict)
+    if given.table == "dead_letters" and given.mode == "copy":
         raise UsageError(
-            "The request names the messages: with --request, give only --rate and "
-            "--dry-run."
+            "A dead letter is redelivered under its own id: --as copy is for the "
+            "outbox. The admin can send an edited copy."
         )
-
-
-def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Run a replay, and return a summary of the stored messages. Raises
-    PipelineError."""
-    options = options_of(ReplayOptions, given, found_by=given.run)
-    _insist_on_a_selection(options)
     with job_session(given) as spark:
-        return run_replay(spark, spec, options, run)
+        run_replay(spark, spec, given, run)
 
 
-def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Store one message for each row of a dataset, and return a summary of the stored
-    messages. Raises PipelineError."""
-    template = parse_template(_template(given.template))
-    source = spec.service()
+def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
+    """Store one message for each row of a dataset. Raises PipelineError."""
+    template, source = parse_template(_template(given.template)), spec.service()
     kind = given.format or given.path.rstrip("/").rpartition(".")[2].lower()
     if kind not in ("parquet", "csv", "json", "jsonl"):
         raise UsageError(
@@ -404,9 +343,14 @@ def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
             key=given.key, headers=dict(given.header), identity=given.identity,
             broker=given.broker,
         )  # fmt: skip
-        if given.identity:
-            _insist_on_one_row_each(rows, given.identity)
-        return _store(rows, source, given.name, given.rate, given.dry_run, run)
+        ids = rows.groupBy("message_id").count()
+        if given.identity and (doubled := ids.where("count > 1").count()):
+            raise UsageError(
+                f"{doubled} values of {given.identity} occur in several rows each, "
+                "which would become one message. Name columns that identify a row, or "
+                "none."
+            )
+        _store(rows, source, given.name, given, run)
 
 
 def _template(text: str) -> str:

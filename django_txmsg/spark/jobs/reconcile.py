@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime as dt
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import chain, groupby
-from operator import attrgetter
+from itertools import chain
 from typing import Any
 
 import pyspark.sql.functions as sf
@@ -42,14 +41,13 @@ from .journeys import Journeys, marks_of
 from .listeners import (
     Listener,
     Place,
-    by_topic,
     counted_places,
     kept_listeners,
     listeners,
     read_places,
 )
-from .outcome import Outcome, job_session, options_of
 from .reading import WholeLog, day_of
+from .running import job_session
 
 #: Smaller differences are not reported.
 SMALL = dt.timedelta(minutes=1)
@@ -89,27 +87,25 @@ def differences(
     def now(name: str) -> str:
         return former.get(name, name)
 
-    between = attrgetter("sender", "receiver")
-    named = (
-        dataclasses.replace(one, sender=now(one.sender), receiver=now(one.receiver))
-        for one in places
-        if one.messages
-    )
-    away = [one for one in named if one.sender != one.receiver]
-    soon = {
-        (
-            (now(one.sender), now(one.consumer.partition("/")[0]), one.destination),
-            one.sent_on,
-        )
-        for one in prompt
-        if one.consumer and one.sender
-    }
+    between = defaultdict[tuple[str, str], list[Place]](list)
+    for one in places:
+        pair = now(one.sender), now(one.receiver)
+        if one.messages and pair[0] != pair[1]:
+            between[pair].append(one)
+    soon = defaultdict[tuple[str, str, str], set[dt.date]](set)
+    for line in prompt:
+        if line.consumer and line.sender:
+            receiver = now(line.consumer.partition("/")[0])
+            soon[now(line.sender), receiver, line.destination].add(line.sent_on)
     found = []
-    for pair, group in groupby(sorted(away, key=between), between):
-        own = list(group)
+    for pair, own in sorted(between.items()):
         least = dt.timedelta(microseconds=min(one.least_us for one in own))
         if abs(least) >= SMALL and any(
-            _shows(one, least) and not any(_while(one, *known) for known in soon)
+            _shows(one, least)
+            and not any(
+                one.first_at.date() <= day <= one.last_at.date()
+                for day in soon[(*pair, one.destination)]
+            )
             for one in own
         ):
             found.append(Difference(*pair, least))
@@ -129,14 +125,6 @@ def _shows(place: Place, least: dt.timedelta) -> bool:
     return alike and (behind or spread < SPREAD * (place.sent_at - place.sent_from))
 
 
-def _while(place: Place, between: tuple[str, str, str], day: dt.date) -> bool:
-    return (
-        place.sender,
-        place.receiver,
-        place.destination,
-    ) == between and place.first_at.date() <= day <= place.last_at.date()
-
-
 #: The default of `--late-after`, and of `--stuck-after`.
 LATE_AFTER = dt.timedelta(hours=1)
 STUCK_AFTER = dt.timedelta(hours=6)
@@ -145,28 +133,6 @@ STUCK_AFTER = dt.timedelta(hours=6)
 def stuck_after(spec: JobSpec) -> dt.timedelta:
     """Return the time after which a due message is stuck."""
     return dt.timedelta(seconds=spec.stuck_after or STUCK_AFTER.total_seconds())
-
-
-@dataclass(frozen=True)
-class ReconcileOptions:
-    """The options of `reconcile`: which messages to judge, and when they are late,
-    stuck or lost."""
-
-    since: dt.datetime | None = None
-    grace: dt.timedelta = dt.timedelta(hours=1)
-    late_after: dt.timedelta | None = None
-    """For all destinations; without it, as the specification has it."""
-    stuck_after: dt.timedelta | None = None
-    fail_on: str = "lost"
-    known: bool = False
-    """Whether acknowledged findings count as well."""
-    external: tuple[str, ...] = ()
-    """Patterns of destinations that something else consumes, which keeps no log of
-    ours; and of senders that keep none. They are added to those of the
-    specification."""
-    external_senders: tuple[str, ...] = ()
-    keep: bool = True
-    """Whether findings and summary are stored in the lake."""
 
 
 @dataclass
@@ -202,16 +168,15 @@ class Reconciliation:
 
 
 def run_reconcile(
-    spark: SparkSession, spec: JobSpec, options: ReconcileOptions, run: Run
+    spark: SparkSession, spec: JobSpec, given: argparse.Namespace, run: Run
 ) -> Reconciliation:
-    """Judge every message, store the findings in the lake, and return the counts."""
-    with (
-        WholeLog(spark, spec) as log,
-        Journeys(log, run, keep=options.keep) as journeys,
-    ):
+    """Judge every message, store the findings in the lake, and return the counts. A dry
+    run stores nothing."""
+    keep = not given.dry_run
+    with WholeLog(spark, spec) as log, Journeys(log, run, keep=keep) as journeys:
         before = standing_findings(log).localCheckpoint()
         seen = known_findings(log, before)
-        least = _judgement(spec, options, log, seen)
+        least = _judgement(spec, given, log, seen)
         since = least.since
         flows = Flows(log, least)
         rest = journeys.rest(since, {*least.standing_ids, *flows.requests})
@@ -278,7 +243,7 @@ def run_reconcile(
         listed = judging.aged(judging.findings(outcomes), seen, run.started_at)
         listed = listed.persist(StorageLevel.DISK_ONLY)
         _show(found, listed, run.started_at)
-        if options.keep and spec.lake is not None:
+        if keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
             journal = judging.changes(listed, before)
             results.save("verdicts", judging.CHANGE, journal, few=MOST)
@@ -286,7 +251,7 @@ def run_reconcile(
             if listening.fresh:
                 rows = [dataclasses.asdict(one) for one in listening.fresh]
                 results.save_rows("subscriptions", EXPECTED, rows)
-        if options.keep:
+        if keep:
             Noted(spec.service()).keep(_worst(listed), run.started_at)
             judged = min(by.horizon, by.stuck_before or by.horizon)
             services = sorted({one.service for one in spec.services})
@@ -298,19 +263,17 @@ def run_reconcile(
     run.counts = dict(found.counts)
     lost = LOST + STUCK
     bad = {"lost": lost, "new": lost, "findings": FINDINGS, "never": ()}
-    bearing = found.fresh if options.fail_on == "new" else found.unseen
-    if options.known:
-        bearing = found.counts
-    run.findings = any(bearing[kind] for kind in bad[options.fail_on])
+    bearing = found.fresh if given.fail_on == "new" else found.unseen
+    run.findings = any(bearing[kind] for kind in bad[given.fail_on])
     return found
 
 
 def _judgement(
-    spec: JobSpec, options: ReconcileOptions, log: WholeLog, known: DataFrame
+    spec: JobSpec, given: argparse.Namespace, log: WholeLog, known: DataFrame
 ) -> Judgement:
     """Return the rules that follow from the options, the specification and the known
     findings. Rules that depend on the messages are added later."""
-    since, standing = options.since, list[tuple[str, str]]()
+    since, standing = given.since, list[tuple[str, str]]()
     if since is not None:
         # The last run may have kept only MOST findings.
         rows = known.select(*KEY).distinct().limit(MOST).collect()
@@ -321,24 +284,22 @@ def _judgement(
         since = None if most >= MOST else since
     late = dict(spec.late_after)
     general = late.pop("*", LATE_AFTER.total_seconds())
+    if given.late_after:
+        late, general = {}, given.late_after.total_seconds()
     outbox_from = log.known_from("outbox")
     # Old receipts name their sender as it was called.
     outbox_from = {
         old: outbox_from[new] for old, new in spec.former.items() if new in outbox_from
     } | outbox_from
-    stuck = options.stuck_after
-    if stuck is None:
-        stuck = stuck_after(spec)
+    stuck = stuck_after(spec) if given.stuck_after is None else given.stuck_after
     return Judgement(
-        horizon=log.horizon(options.grace),
-        late_after=options.late_after or dt.timedelta(seconds=general),
-        late_at=[]
-        if options.late_after
-        else [(one, dt.timedelta(seconds=limit)) for one, limit in late.items()],
+        horizon=log.horizon(given.grace),
+        late_after=dt.timedelta(seconds=general),
+        late_at=[(one, dt.timedelta(seconds=limit)) for one, limit in late.items()],
         stuck_before=log.horizon(stuck),
-        external=(*spec.external, *options.external),
-        external_senders=(*spec.external_senders, *options.external_senders),
-        task_brokers=[(one[0], one[1]) for one in spec.task_brokers],
+        external=(*spec.external, *given.external),
+        external_senders=(*spec.external_senders, *given.external_sender),
+        task_brokers=spec.task_brokers,
         outbox_from=outbox_from,
         inbox_from=log.known_from("inbox"),
         since=since,
@@ -379,7 +340,9 @@ def _tallied(
     the expected listeners."""
     if marks is None:
         return {}
-    listening = by_topic(expected)
+    listening = defaultdict[str, list[Listener]](list)
+    for listener in expected:
+        listening[listener.destination].append(listener)
     found = usable(journeys.known, by.strictest, by.since)
     concerned = set(journeys.concerned(marks))
     return {
@@ -438,19 +401,12 @@ def _worst(findings: DataFrame) -> Iterator[dict[str, Any]]:
         yield from chosen.limit(MOST).toArrow().to_pylist()
 
 
-def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Judge the messages, and return a summary of the findings. Raises
-    PipelineError."""
-    options = options_of(
-        ReconcileOptions,
-        given,
-        external=tuple(given.external),
-        external_senders=tuple(given.external_sender),
-        keep=not given.dry_run,
-    )
+def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
+    """Judge the messages, and list the findings. Raises PipelineError."""
     with job_session(given) as spark:
-        found = run_reconcile(spark, spec, options, run)
-    lines = [f"Judged: messages sent before {found.horizon:%Y-%m-%d %H:%M:%S} UTC."]
+        found = run_reconcile(spark, spec, given, run)
+    lines = run.lines
+    lines.append(f"Judged: messages sent before {found.horizon:%Y-%m-%d %H:%M:%S} UTC.")
     for name, verdicts in sorted(found.destinations.items()):
         text = ", ".join(f"{n:,} {kind}" for kind, n in sorted(verdicts.items()))
         lines.append(f"  {name}: {text}")
@@ -464,23 +420,20 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
     if unseen := found.unseen.total():
         lines.append(f"  {unseen:,} findings not acknowledged: `pipeline findings`.")
     for one in found.examples:
-        line = f"  {described(one)}, sent {one['sent_at']}"
-        if one["known_since"]:
-            line += f", known since {one['known_since']}"
-        lines.append(line)
+        since = f", known since {one['known_since']}" if one["known_since"] else ""
+        lines.append(f"  {described(one)}, sent {one['sent_at']}{since}")
     lines += [f"  {one.describe()}" for one in found.clocks]
     lines += [
         f"  {one.consumer} is expected to receive from {one.destination} what was sent"
         f" before {one.until:%Y-%m-%d %H:%M:%S} UTC."
         for one in found.retired
     ]
-    for name in found.not_received:
-        lines.append(
-            f"  None of these services has ever received from {name}. If another "
-            "service does, add it: --service NAME=URL. If something else does: "
-            f"--external {name}."
-        )
-    facts = {
+    lines += [
+        f"  None of these services has ever received from {name}. If another service "
+        f"does, add it: --service NAME=URL. If something else does: --external {name}."
+        for name in found.not_received
+    ]
+    run.facts = {
         "horizon": found.horizon, "destinations": found.destinations,
         "examples": found.examples, "not_received": found.not_received,
         "new": found.fresh, "unacknowledged": found.unseen,
@@ -488,4 +441,3 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
         "clocks": [dataclasses.asdict(one) for one in found.clocks],
         "retired": [dataclasses.asdict(one) for one in found.retired],
     }  # fmt: skip
-    return Outcome(lines, facts)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
 
 from ..errors import UsageError, faults_told, from_spark
+from ..progress import following, progress_bar
 from ..runs import Run, recorded
+from ..session import session
 from ..spec import JobSpec, digest, hidden, recordable
-from .outcome import Outcome
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 #: Options of the command line and of Django itself, which do not belong to the job, and
 #: options that must not be recorded: a header's token, a person's data.
@@ -29,17 +35,67 @@ _NOT_RECORDED = frozenset(
 #: Jobs that share a module.
 _MODULES = {"replay": "outgoing", "send": "outgoing"}
 
-Job = Callable[[JobSpec, argparse.Namespace, Run], Outcome]
+Job = Callable[[JobSpec, argparse.Namespace, Run], None]
 
 
 @faults_told()
-def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
-    """Run a job, record the run, and return its summary. Raises PipelineError."""
+def run_job(spec: JobSpec, given: argparse.Namespace) -> Run:
+    """Run a job, record the run, and return it with its summary. Raises
+    PipelineError."""
     for name, value in vars(given).items():
         try:
             json.dumps(value, default=str, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise UsageError(f"The value of {name!r} is not UTF-8.") from None
+    if getattr(given, "request", None):
+        _insist_on_the_request(given)
+    record: AbstractContextManager[Run]
+    if _leaves_no_record(given):
+        record = nullcontext(Run(given.job, _recordable(given)))
+    else:
+        request = None if given.dry_run else getattr(given, "request", None)
+        record = recorded(spec, given.job, _recordable(given), request)
+    module = import_module(f".{_MODULES.get(given.job, given.job)}", __package__)
+    command: Job = getattr(module, f"{given.job}_command")
+    with record as run:
+        try:
+            command(spec, given, run)
+        except (PySparkException, Py4JError) as error:
+            raise from_spark(error) from error
+    seconds = run.seconds
+    if given.job != "views":  # whose lines are for a database to read
+        run.lines.append(
+            f"{given.job}: {run.rows:,} rows in {seconds:,.1f} s, {run.state}."
+        )
+    run.facts |= {
+        "job": given.job, "run": run.id, "state": run.state, "rows": run.rows,
+        "counts": run.counts, "seconds": round(seconds, 3), "exit_code": run.exit_code,
+    }  # fmt: skip
+    return run
+
+
+def _insist_on_the_request(given: argparse.Namespace) -> None:
+    """Raise UsageError for options that would change a requested replay."""
+    selecting = ("where", "verdict", "run", "name", "limit", "replayed")
+    others = any(getattr(given, name) for name in selecting)
+    if others or (given.table, given.mode) != ("outbox", "same"):
+        raise UsageError(
+            "The request names the messages: with --request, give only --rate and "
+            "--dry-run."
+        )
+
+
+def _leaves_no_record(given: argparse.Namespace) -> bool:
+    """Return whether the job only reads, or records its runs itself, like `follow`."""
+    if given.job == "listeners":
+        return given.retire is None
+    if given.job == "findings":
+        return not given.reopen and given.acknowledge is None
+    return given.job in ("show", "views", "follow")
+
+
+def _recordable(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the options as they may be stored in a run record."""
     options = {
         name: hidden(str(value))
         for name, value in vars(given).items()
@@ -52,44 +108,26 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
                 options[name] = ", ".join(map(digest, getattr(given, name)))
     if "where" in options:
         options["where"] = recordable(options["where"])
-    if given.job == "follow":
-        from .follow import follow_command
-
-        return follow_command(spec, given, options)
-    if given.job == "replay":
-        from .outgoing import insist_on_the_request
-
-        insist_on_the_request(given)
-    request = None if given.dry_run else getattr(given, "request", None)
-    record: AbstractContextManager[Run] = recorded(spec, given.job, options, request)
-    looks = given.job in ("show", "views")
-    if given.job == "listeners":
-        looks = given.retire is None
-    if given.job == "findings":
-        looks = not given.reopen and given.acknowledge is None
-    if looks:
-        # A job that only reads leaves no trace.
-        record = nullcontext(Run(given.job, options))
-    with record as run:
-        try:
-            outcome = _command(given.job)(spec, given, run)
-        except (PySparkException, Py4JError) as error:
-            raise from_spark(error) from error
-    outcome.exit_code = run.exit_code
-    seconds = run.seconds
-    if given.job != "views":  # whose lines are for a database to read
-        outcome.lines.append(
-            f"{given.job}: {run.rows:,} rows in {seconds:,.1f} s, {run.state}."
-        )
-    outcome.facts |= {
-        "job": given.job, "run": run.id, "state": run.state, "rows": run.rows,
-        "counts": run.counts, "seconds": round(seconds, 3), "exit_code": run.exit_code,
-    }  # fmt: skip
-    return outcome
+    return options
 
 
-def _command(job: str) -> Job:
-    """Import the module of a job, and return the job's function."""
-    module = import_module(f".{_MODULES.get(job, job)}", __package__)
-    command: Job = getattr(module, f"{job}_command")
-    return command
+@contextmanager
+def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
+    """Yield a Spark session. If the error stream is a terminal, show a progress bar of
+    its tasks."""
+    bar = progress_bar(given.job, quiet=given.json, unit="tasks")
+    with started(given, bar) as spark, following(bar, spark):
+        yield spark
+
+
+@contextmanager
+def started(given: argparse.Namespace, bar: tqdm[Any]) -> Iterator[SparkSession]:
+    """Yield a Spark session. While Spark starts, show a note that this takes some
+    time."""
+    bar.set_postfix_str("starting Spark")
+    short = given.job == "reconcile" and given.since is not None
+    try:
+        with session(given.job, dict(given.conf), short=short) as spark:
+            yield spark
+    finally:
+        bar.clear()

@@ -27,7 +27,6 @@ from ..lake import Lake
 from ..runs import Run
 from ..schemas import TABLES, Table, arrow_schema
 from ..spec import JobSpec, SourceSpec
-from .outcome import Outcome
 
 #: What happened at an instant of a row, in words that name other columns of it.
 _STEPS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -63,8 +62,8 @@ _KEYS = ("message_id", "key", "correlation_id")
 _HEAVY = ("body", "headers", "traceback", "state", "answer", "caller", "baggage")
 
 
-def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Return a summary of the events of the messages with this id, key or correlation
+def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
+    """List the events of the messages with this id, key or correlation
     id. Raises EnvironmentFault if the lake does not have all archived rows."""
     lake = Lake(spec.lake) if spec.lake is not None and is_mounted(spec) else None
     steps = sorted(
@@ -77,18 +76,18 @@ def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         key=lambda step: (step["at"], step["message_id"]),
     )
     run.rows = len(steps)
-    lines = [
+    run.lines = [
         f"{one['at']:%Y-%m-%d %H:%M:%S.%f}  {one['message_id']}  {one['service']}: "
         f"{one['what']} ({one['place']})"
         for one in steps
     ]
     if not steps:
         named = ", ".join(one.service for one in spec.services)
-        lines = [
+        run.lines = [
             f"Neither the databases of {named} nor the lake know {given.term!r}. Name "
             "other services: --service NAME=URL."
         ]
-    return Outcome(lines, {"steps": steps})
+    run.facts["steps"] = steps
 
 
 def _rows(

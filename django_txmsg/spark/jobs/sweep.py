@@ -30,7 +30,6 @@ from ..progress import progress_bar
 from ..runs import Run
 from ..schemas import TABLES
 from ..spec import JobSpec, SourceSpec
-from .outcome import Outcome, options_of
 from .settling import rewritten
 
 #: Files below this size are merged into files of about this size.
@@ -105,30 +104,22 @@ class SweepOptions:
     replaced_older_than: dt.timedelta = dt.timedelta(days=7)
     """Longer than any reader reads."""
     keep: dt.timedelta | None = None
-    compact: bool = True
     dry_run: bool = False
 
 
-@dataclass
-class Swept:
-    """The numbers of removed and merged files of one table. A dry run changes no file,
-    and returns the numbers that a real run would return."""
-
-    orphans: int = 0
-    replaced: int = 0
-    dropped_days: int = 0
-    compacted: int = 0
+#: What is counted for each table: removed files, dropped days, and merged files.
+_COUNTED = ("orphans", "replaced", "dropped_days", "compacted")
 
 
 def run_sweep(
     spec: JobSpec, options: SweepOptions, run: Run, *, quiet: bool = True
-) -> dict[str, Swept]:
+) -> None:
     """Sweep a service's part of each table in the lake, including the tables of
-    results. If a table has a damaged file, raises the error after all other tables are
-    swept."""
+    results. The run gets the numbers of removed and merged files of each table. A dry
+    run changes no file, and gets the numbers that a real run would get. If a table has
+    a damaged file, raises the error after all other tables are swept."""
     lake = Lake(spec.lake_spec())
     service = spec.service()
-    swept: dict[str, Swept] = {}
     damaged: PipelineError | None = None
     bar = progress_bar("sweep", quiet=quiet, unit="steps")
     names = lake.names()
@@ -143,7 +134,7 @@ def run_sweep(
                 continue
             try:
                 with _alone(service, name):
-                    done = swept.setdefault(name, Swept())
+                    done = run.counts.setdefault(name, dict.fromkeys(_COUNTED, 0))
                     step(place, service.service, options, done)
             except Taken:
                 continue  # `reconcile` uses them: the next run sweeps
@@ -155,11 +146,9 @@ def run_sweep(
                     "again."
                 ) from error
     bar.clear()
-    run.counts = {name: one.__dict__ for name, one in swept.items()}
-    run.rows = sum(one.orphans + one.replaced for one in swept.values())
+    run.rows = sum(one["orphans"] + one["replaced"] for one in run.counts.values())
     if damaged:
         raise damaged
-    return swept
 
 
 @contextmanager
@@ -176,24 +165,26 @@ def _alone(service: SourceSpec, name: str) -> Iterator[None]:
 
 
 def _remove_orphans(
-    place: LakeTable, service: str, options: SweepOptions, done: Swept
+    place: LakeTable, service: str, options: SweepOptions, done: dict[str, int]
 ) -> None:
     now = dt.datetime.now(dt.timezone.utc)
     orphans = place.orphans(service, now - options.orphans_older_than)
-    done.orphans = len(orphans)
+    done["orphans"] = len(orphans)
     if not options.dry_run:
         for path in orphans:
             place.files.delete_file(path)
 
 
-def _tidy(place: LakeTable, service: str, options: SweepOptions, done: Swept) -> None:
+def _tidy(
+    place: LakeTable, service: str, options: SweepOptions, done: dict[str, int]
+) -> None:
     delta = place.load()
     assert delta is not None
     now = dt.datetime.now(dt.timezone.utc)
     if options.keep is not None and place.name not in FOR_GOOD:
         oldest = (now - options.keep).date()
         old = [one for one in place.named(delta, service) if one.day < oldest]
-        done.dropped_days = len({one.day for one in old})
+        done["dropped_days"] = len({one.day for one in old})
         if old and not options.dry_run:
             dropped = {
                 "dropped_before": oldest.isoformat(), "service": service,
@@ -201,21 +192,22 @@ def _tidy(place: LakeTable, service: str, options: SweepOptions, done: Swept) ->
             }  # fmt: skip
             place.commit(delta, (), replaced=old, metadata=dropped)
     hours = int(options.replaced_older_than.total_seconds() // 3600)
-    done.replaced = len(place.vacuum(hours, dry_run=options.dry_run))
+    done["replaced"] = len(place.vacuum(hours, dry_run=options.dry_run))
     # Journeys are merged by the run that maintains them, into files with counts.
-    if options.compact and not options.dry_run and place.name != "journeys":
-        done.compacted = join(place, service)
+    if not options.dry_run and place.name != "journeys":
+        done["compacted"] = join(place, service)
 
 
-def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Sweep, and return a summary of the removed files. Raises PipelineError."""
-    options = options_of(SweepOptions, given, compact=not given.no_compact)
-    would = "would be " if given.dry_run else ""
-    swept = run_sweep(spec, options, run, quiet=given.json)
-    return Outcome(
-        [
-            f"{name}: {one.orphans} orphaned and {one.replaced} replaced files "
-            f"{would}removed, {one.compacted} joined, {one.dropped_days} days dropped."
-            for name, one in swept.items()
-        ]
+def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
+    """Sweep, and list the numbers of removed files. Raises PipelineError."""
+    options = SweepOptions(
+        given.orphans_older_than, given.replaced_older_than, given.keep, given.dry_run
     )
+    would = "would be " if given.dry_run else ""
+    run_sweep(spec, options, run, quiet=given.json)
+    run.lines += [
+        f"{name}: {one['orphans']} orphaned and {one['replaced']} replaced files "
+        f"{would}removed, {one['compacted']} joined, {one['dropped_days']} days "
+        "dropped."
+        for name, one in run.counts.items()
+    ]

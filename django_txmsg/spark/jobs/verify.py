@@ -29,8 +29,8 @@ from ..runs import Run
 from ..schemas import TABLES, Table
 from ..spec import JobSpec, LakeSpec
 from ..storage import place_of
-from .outcome import Outcome, job_session
 from .reading import WholeLog
+from .running import job_session
 
 #: Most problems of a table that are listed individually.
 SHOWN = 20
@@ -178,9 +178,9 @@ def _sums(lake: LakeSpec, table: Table, file: LakeFile) -> _Sums:
     return {batch: (rows, sums[batch]) for batch, rows in counts.items()}
 
 
-def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Verify the first service's part of the lake, and return a summary. If there is a
-    problem, the run ends as refused. Raises EnvironmentFault if there is no lake."""
+def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
+    """Verify the first service's part of the lake. If there is a problem, the run ends
+    as refused. Raises EnvironmentFault if there is no lake."""
     lake = Lake(spec.lake_spec())
     service = spec.service().service
     found: dict[str, Verified] = {}
@@ -197,7 +197,7 @@ def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcom
             _look_for_doubles(log, place, delta, intact, done)
             run.rows += done.rows
             run.counts[name] = done.rows
-    lines = [
+    run.lines = [
         f"{name}: {one.files:,} files and {one.batches:,} batches are as the log says"
         + (
             f", {one.unproven:,} batches have no sum to compare with"
@@ -210,4 +210,5 @@ def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcom
     problems = [problem for one in found.values() for problem in one.problems]
     if problems:
         run.refused, run.error = True, "\n".join(problems)
-    return Outcome(lines + problems, {"problems": problems})
+    run.lines += problems
+    run.facts["problems"] = problems

@@ -12,7 +12,6 @@ from ...rules import outbox
 from ..runs import Run
 from ..schemas import INBOX, OUTBOX
 from ..spec import JobSpec, LakeSpec
-from .outcome import Outcome
 
 #: The tables of the lake from which its views are made.
 _READ = ("verdicts", "reconciliation", "journeys")
@@ -129,8 +128,8 @@ def spark_tables(lake: LakeSpec) -> list[str]:
     ]
 
 
-def views_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Return a summary with the statements that create the views. Raises UsageError if
+def views_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
+    """Print the statements that create the views. Raises UsageError if
     no lake is specified."""
     if given.of == "database":
         # It works on PostgreSQL and SQLite.
@@ -160,7 +159,7 @@ def views_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
             )
         ]
     run.rows = len(said)
-    return Outcome([f"{one};" for one in said], {"statements": said})
+    run.lines, run.facts = [f"{one};" for one in said], {"statements": said}
 
 
 def _quoted(text: str) -> str:
