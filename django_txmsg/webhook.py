@@ -72,7 +72,7 @@ def alert_message(
 
 class Webhook:
     """The receiver of alerts. `error` is the reason why the last alert was not
-    accepted. `taken` counts accepted alerts, and `failed` counts all others."""
+    accepted."""
 
     def __init__(
         self, url: str, *, timeout: float = TIMEOUT, key: str | None = None
@@ -91,7 +91,6 @@ class Webhook:
         self._url, self._timeout, self._key = url, timeout, key
         self._opener = urllib.request.build_opener(_NoRedirection, _Handler)
         self.error = ""
-        self.taken = self.failed = 0
 
     @classmethod
     def from_environment(cls, name: str) -> Webhook | None:
@@ -118,11 +117,9 @@ class Webhook:
                 return False
             again = self._post(body)
             if not self.error:
-                self.taken += 1
                 return True
             if not again or pause is None or stop.wait(pause):
                 break
-        self.failed += 1
         return False
 
     def _post(self, body: bytes) -> bool:

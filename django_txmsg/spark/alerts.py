@@ -14,7 +14,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..rules import inbox, outbox
 from ..webhook import Webhook, alert_message
@@ -25,7 +24,6 @@ from .spec import SourceSpec, hidden
 
 _ALERTS = "django_txmsg_pipelinealert"
 _COLUMNS = "name, value, bound, firing, since, summary, told"
-UTC = dt.timezone.utc
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Alert:
     """A measured value and its bound, and whether the value is above the bound. `told`
     is the last status that the webhook has accepted: "", "firing" or "resolved"."""
 
-    service: str
     name: str
     value: float
     bound: float
@@ -52,18 +49,6 @@ class Alert:
         """Whether the webhook has not yet accepted the current status."""
         return self.firing != (self.told == "firing")
 
-    def message(self) -> dict[str, Any]:
-        """Return the alert as the webhook's message."""
-        return alert_message(
-            self.service,
-            self.name,
-            firing=self.firing,
-            since=self.since,
-            summary=self.summary,
-            value=self.value,
-            limit=self.bound,
-        )
-
 
 class Alerts:
     """The alerts of one service, over a connection to its database."""
@@ -78,12 +63,9 @@ class Alerts:
             self.service,
         )
         return [
-            Alert(
-                self.service, name, value, bound, bool(firing), read_instant(since),
-                *more,
-            )
+            Alert(name, value, bound, bool(firing), read_instant(since), *more)
             for name, value, bound, firing, since, *more in found
-        ]  # fmt: skip
+        ]
 
     def weigh(
         self, name: str, value: float, bound: float, summary: str, *, hold: bool = False
@@ -144,9 +126,7 @@ class Telling:
             if self._logged.get(alert.name, False) != alert.firing:
                 self._logged[alert.name] = alert.firing
                 self.say(f"{alert.status}: {alert.name}: {alert.summary}")
-            if self.webhook is None or not alert.news:
-                continue
-            if self._post(alert):
+            if alert.news and self._post(alert):
                 alerts.record_delivery(alert)
         self._tell_away()
 
@@ -154,10 +134,8 @@ class Telling:
         """Begin the alert for an outage of the database. If the alert has begun but was
         not delivered, deliver it again."""
         if self._away is None:
-            self._away = Alert(
-                self.service, "database", seconds, bound, True,
-                dt.datetime.now(UTC), error,
-            )  # fmt: skip
+            now = dt.datetime.now(dt.timezone.utc)
+            self._away = Alert("database", seconds, bound, True, now, error)
         self._tell_away()
 
     def database_is_back(self) -> None:
@@ -169,15 +147,20 @@ class Telling:
     def _tell_away(self) -> None:
         if (away := self._away) is None:
             return
-        if self.webhook is not None and away.news:
-            if not self._post(away):
-                return
+        if away.news and self._post(away):
             away = replace(away, told=away.status)
-        self._away = away if away.firing else None
+        waits = away.news and self.webhook is not None
+        self._away = away if away.firing or waits else None
 
     def _post(self, alert: Alert) -> bool:
-        assert self.webhook is not None
-        if self.webhook.post(alert.message(), self.stop):
+        """Call the webhook, and return whether it has accepted the alert."""
+        if self.webhook is None:
+            return False
+        message = alert_message(
+            self.service, alert.name, firing=alert.firing, since=alert.since,
+            summary=alert.summary, value=alert.value, limit=alert.bound,
+        )  # fmt: skip
+        if self.webhook.post(message, self.stop):
             return True
         if self.webhook.error:
             self.say(f"The webhook did not accept {alert.name}: {self.webhook.error}.")

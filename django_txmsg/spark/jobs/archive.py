@@ -30,10 +30,9 @@ from ..ledger import Batch, Different, Ledger
 from ..progress import Step, no_step, progress_bar
 from ..runs import Run
 from ..schemas import TABLES, Table
-from ..session import running
+from ..session import running, session
 from ..spec import JobSpec, LakeSpec, SourceSpec
 from .batch_task import BatchTask, Written, kept_columns, run_here
-from .running import started
 from .settling import Settled, Settling
 
 #: Most connections that tasks open to a database at the same time, by default.
@@ -403,7 +402,7 @@ def _engine(
     if engine == "local":
         yield None
         return
-    with started(given, progress_bar("archive", quiet=given.json)) as spark:
+    with session("archive", dict(given.conf)) as spark:
         yield spark
 
 

@@ -20,7 +20,7 @@ from .reading import WholeLog
 #: The verdicts of runs.
 OF_RUNS = ("undo_without_request", "unanswered", "not_undone")
 
-#: The rows of the database that `judged()` may keep, and the undos of these runs.
+#: The rows of the database that can have a verdict, and the undos of these runs.
 _LIVE = (
     "(t.ended_at IS NULL OR t.outcome = 'failed'"
     " OR (t.outcome = 'answered' AND CAST(t.caller AS text) <> '{{}}'))"
@@ -37,112 +37,99 @@ UNDO = FLOW_UNDOS.narrow((
 ))  # fmt: skip
 
 #: What the message log says of a request: whether it was stored, and when processed.
-REQUEST = struct_of("message_id string, was_sent boolean, processed_at timestamp")
+REQUEST = struct_of("request_id string, was_sent boolean, processed_at timestamp")
 
 
 class Flows:
-    """The runs that can have a verdict, with their undos and requests, of all services.
-    They are read while the snapshots of the databases are open. Archived runs that
-    began before `by.since` are left out, unless there is a finding about a run."""
+    """The runs that can have a verdict, with their undos and requests, of all services:
+    open runs, runs that undo or have undone their work, and runs whose answer was not
+    delivered. They are read while the snapshots of the databases are open. Archived
+    runs that began before `by.since` are left out, unless there is a finding about a
+    run."""
 
     def __init__(self, log: WholeLog, by: Judgement) -> None:
+        self._by, self._stuck = by, timestamp(by.stuck_before or by.horizon)
         # A run may register an undo long after it began, never before.
         found = any(verdict in OF_RUNS for _, verdict in by.standing)
         day = None if by.since is None or found else by.since.date()
-        self._runs = judged(log.read("flow_runs", RUN, since=day, where=_LIVE))
-        self._undos = log.read("flow_undos", UNDO, since=day, where=_LIVE_UNDOS)
-        self._ids = requests_of(self._runs, self._undos, by)
+        runs = log.read("flow_runs", RUN, since=day, where=_LIVE)
+        undos = log.read("flow_undos", UNDO, since=day, where=_LIVE_UNDOS)
+        self._runs = runs.where(
+            _undoing() | sf.col("ended_at").isNull() | _undelivered()
+        )
+        failed = self._runs.where(_undoing())
+        failed = failed.select("service", "message_id", "flow", "ended_at")
+        self._undos = undos.join(failed, ["service", "message_id"])
+        waiting = _waits_for("answer") & (sf.col("since") < self._stuck)
+        asked = self._runs.where(waiting).select("request_id")
+        undone = self._undos.select("request_id")
+        ids = asked.unionByName(undone).where("request_id IS NOT NULL")
+        self._ids = ids.distinct()
         # With more than MOST, all messages are read.
         self.requests = [row[0] for row in self._ids.limit(MOST + 1).collect()]
 
-    def verdicts(
-        self, rest: DataFrame, journeys: Journeys, by: Judgement
-    ) -> DataFrame | None:
+    def verdicts(self, rest: DataFrame, journeys: Journeys) -> DataFrame | None:
         """Return the VERDICT rows of runs of flows. Returns None if no run can have a
         verdict. `rest` has the steps that are not in `journeys`."""
-        runs = self._runs
-        if runs.isEmpty():
+        if self._runs.isEmpty():
             return None
-        requests = rest.sparkSession.createDataFrame([], REQUEST)
-        if self.requests:
-            known = journeys.read()
-            told = rest if known is None else rest.unionByName(known)
-            wanted = self._ids.withColumnRenamed("request_id", "message_id")
-            requests = (
-                told.join(wanted, "message_id", "left_semi")
-                .groupBy("message_id")
-                .agg(
-                    (sf.sum("stored") > 0).alias("was_sent"),
-                    sf.max("processed_at").alias("processed_at"),
-                )
-            )
-        return flow_verdicts(runs, self._undos, requests, by)
+        asked = self._asked(rest, journeys)
+        found = rest.sparkSession.createDataFrame([], VERDICT)
+        for one in (self._of_runs(asked), self._of_undos(asked)):
+            one = one.where("verdict IS NOT NULL")
+            found = found.unionByName(one, allowMissingColumns=True)
+        return found
 
+    def _asked(self, rest: DataFrame, journeys: Journeys) -> DataFrame:
+        """Return the REQUEST rows of the requests."""
+        if not self.requests:
+            return rest.sparkSession.createDataFrame([], REQUEST)
+        known = journeys.read()
+        told = rest if known is None else rest.unionByName(known)
+        wanted = self._ids.withColumnRenamed("request_id", "message_id")
+        told = told.join(wanted, "message_id", "left_semi")
+        return told.groupBy(sf.col("message_id").alias("request_id")).agg(
+            (sf.sum("stored") > 0).alias("was_sent"),
+            sf.max("processed_at").alias("processed_at"),
+        )
 
-def judged(runs: DataFrame) -> DataFrame:
-    """Return the runs that can have a verdict: open runs, runs that undo or have undone
-    their work, and runs whose answer was not delivered."""
-    return runs.where(_undoing() | sf.col("ended_at").isNull() | _undelivered())
+    def _of_runs(self, asked: DataFrame) -> DataFrame:
+        flows = self._runs.select(sf.col("flow").alias("name")).distinct()
+        waits = self._runs.join(asked, "request_id", "left").join(
+            sf.broadcast(flows), sf.col("asked") == sf.col("name"), "left"
+        )
+        late = sf.col("since") < self._stuck
+        # A flow may work for long after it has processed its request; a stage answers
+        # then.
+        answerless = (
+            _waits_for("answer")
+            & sf.col("name").isNull()
+            & (sf.col("processed_at") < self._stuck)
+            & late
+        )
+        overdue = sf.col("due_at") < self._stuck
+        idle = _waits_for("itself") & late
+        unanswered = overdue | idle | answerless | _undelivered()
+        return waits.select(
+            "message_id",
+            sf.col("flow").alias("destination"),
+            "due_at",
+            sf.when(_waits_for("undo") & late, "not_undone")
+            .when(sf.coalesce(unanswered, sf.lit(False)), "unanswered")
+            .alias("verdict"),
+            *_of_each(),
+        )
 
-
-def requests_of(runs: DataFrame, undos: DataFrame, by: Judgement) -> DataFrame:
-    """Return the message ids of the requests that are needed to judge these runs."""
-    waiting = _waits_for("answer") & (sf.col("since") < _stuck_before(by))
-    asked = runs.where(waiting).select("request_id")
-    undone = _undos_of(runs, undos).select("request_id")
-    return asked.unionByName(undone).where("request_id IS NOT NULL").distinct()
-
-
-def flow_verdicts(
-    runs: DataFrame,
-    undos: DataFrame,
-    requests: DataFrame,
-    by: Judgement,
-) -> DataFrame:
-    """Return VERDICT rows for the runs that `judged()` returned.
-
-    `requests` are the REQUEST rows for `requests_of()`.
-    """
-    stuck = _stuck_before(by)
-    flows = runs.select(sf.col("flow").alias("name")).distinct()
-    asked = requests.select(
-        sf.col("message_id").alias("request_id"), "was_sent", "processed_at"
-    )
-    waits = runs.join(asked, "request_id", "left").join(
-        sf.broadcast(flows), sf.col("asked") == sf.col("name"), "left"
-    )
-    # A flow may work for long after it has processed its request; a stage answers then.
-    answerless = (
-        _waits_for("answer")
-        & sf.col("name").isNull()
-        & (sf.col("processed_at") < stuck)
-        & (sf.col("since") < stuck)
-    )
-    overdue = sf.col("due_at") < stuck
-    idle = _waits_for("itself") & (sf.col("since") < stuck)
-    unanswered = overdue | idle | answerless | _undelivered()
-    undoing = _waits_for("undo") & (sf.col("since") < stuck)
-    of_runs = waits.select(
-        "message_id",
-        sf.col("flow").alias("destination"),
-        "due_at",
-        sf.when(undoing, "not_undone")
-        .when(sf.coalesce(unanswered, sf.lit(False)), "unanswered")
-        .alias("verdict"),
-        *_of_each(),
-    )
-    start = of_service(sf.col("service"), by.outbox_from)
-    unasked = (
-        sf.col("request_id").isNotNull()
-        & ~sf.coalesce("was_sent", sf.lit(False))
-        & (sf.col("created_at") < timestamp(by.horizon))
-        & (start.isNull() | (sf.col("created_at") >= start))
-    )
-    forgotten = sf.col("ended_at").isNotNull() & sf.col("confirmed_at").isNull()
-    of_undos = (
-        _undos_of(runs, undos)
-        .join(asked, "request_id", "left")
-        .select(
+    def _of_undos(self, asked: DataFrame) -> DataFrame:
+        start = of_service(sf.col("service"), self._by.outbox_from)
+        unasked = (
+            sf.col("request_id").isNotNull()
+            & ~sf.coalesce("was_sent", sf.lit(False))
+            & (sf.col("created_at") < timestamp(self._by.horizon))
+            & (start.isNull() | (sf.col("created_at") >= start))
+        )
+        forgotten = sf.col("ended_at").isNotNull() & sf.col("confirmed_at").isNull()
+        return self._undos.join(asked, "request_id", "left").select(
             sf.coalesce("request_id", "message_id").alias("message_id"),
             "destination",
             sf.when(unasked, "undo_without_request")
@@ -150,12 +137,6 @@ def flow_verdicts(
             .alias("verdict"),
             *_of_each(),
         )
-    )
-    found = runs.sparkSession.createDataFrame([], VERDICT)
-    for one in (of_runs, of_undos):
-        one = one.where("verdict IS NOT NULL")
-        found = found.unionByName(one, allowMissingColumns=True)
-    return found
 
 
 def _of_each() -> list[Column]:
@@ -167,16 +148,6 @@ def _of_each() -> list[Column]:
         sf.lit(0).alias("deliveries"),
         sf.lit(0).alias("times_processed"),
     ]
-
-
-def _undos_of(runs: DataFrame, undos: DataFrame) -> DataFrame:
-    """Return the undos of these runs, each with its flow."""
-    failed = runs.where(_undoing()).select("service", "message_id", "flow", "ended_at")
-    return undos.join(failed, ["service", "message_id"])
-
-
-def _stuck_before(by: Judgement) -> Column:
-    return timestamp(by.stuck_before or by.horizon)
 
 
 def _undoing() -> Column:

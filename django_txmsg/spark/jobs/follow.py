@@ -43,13 +43,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Outage:
-    """Tracks the outages of one resource: their number, and the failed tries of the
-    current one."""
+    """Tracks the outages of one resource, with the failed tries of the current one."""
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self.what, self._say = what, say
-        self.count = self.tries = 0
-        self.error = ""
+        self.tries, self.error = 0, ""
         self._since = 0.0
 
     @property
@@ -69,7 +67,6 @@ class Outage:
         self.error = hidden(known)[:1000]
         if not self.tries:
             self._since = time.monotonic()
-            self.count += 1
             self._say(f"{self.what} cannot be used; waiting for it: {self.error}")
         self.tries += 1
 
@@ -209,15 +206,10 @@ class Follower:
         counts = run.counts
         for name, count in (rows | {"rounds": 1, "refused": len(refused)}).items():
             counts[name] = counts.get(name, 0) + count
-        counts["outages"] = {"database": self.database.count, "lake": self.store.count}
         for line in refused:
             self.say(line)
         self._weigh(connection, found, refused)
         self.telling.tell(connection)
-        if self.webhook is not None:
-            counts["webhook"] = {
-                "delivered": self.webhook.taken, "failed": self.webhook.failed
-            }  # fmt: skip
         progressed(self.source, run)
 
     def _archive(self, found: dict[str, ArchiveResult]) -> None:
@@ -361,11 +353,11 @@ class Follower:
         )
         if not (run or new or new is None):
             return
+        found = new or {}
         how = f"by run {run}" if run else "while `follow` was not running"
-        summary = f"Found {how}, new: "
-        listed = ", ".join(f"{count:,} {name}" for name, count in (new or {}).items())
-        summary += f"{listed or 'nothing'}."
-        if "never_received" in (new or {}):
+        listed = ", ".join(f"{count:,} {name}" for name, count in found.items())
+        summary = f"Found {how}, new: {listed or 'nothing'}."
+        if "never_received" in found:
             # The logs do not say what a broker holds.
             summary += (
                 " A message that was never received may still wait at its broker, for "
@@ -373,9 +365,8 @@ class Follower:
                 "the broker's queue first."
             )
         Alerts(connection, self.source.service).weigh(
-            "lost", sum((new or {}).values()), 0, summary,
-            hold=self.webhook is not None,
-        )  # fmt: skip
+            "lost", sum(found.values()), 0, summary, hold=self.webhook is not None
+        )
         # Only now: if the count could not be stored, the next check counts again.
         self._counted |= starts
 

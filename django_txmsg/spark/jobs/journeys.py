@@ -318,7 +318,10 @@ class Journeys:
         messages may be among them."""
         if since is not None and len(messages) <= MOST:
             return steps(*self._recent(since, messages))
-        return steps(*map(self._unsettled, _SIDES, _SIDES.values()))
+        return steps(*self._all())
+
+    def _all(self) -> list[DataFrame]:
+        return [self._unsettled(*side) for side in _SIDES.items()]
 
     def _unsettled(self, table: str, struct: t.StructType, **more: Any) -> DataFrame:
         above = self._last(self.goal, table) if self.goal else None
@@ -360,15 +363,7 @@ class Journeys:
             return [sent, received, letters]
         if len(named := found.union(messages)) <= MOST:
             return self._recent(since, named)
-        recent = {"outbox": sent, "inbox": received, "dead_letters": letters}
-        return [
-            rows.join(those, "message_id", "left_anti").unionByName(
-                self._unsettled(table, _SIDES[table]).join(
-                    those, "message_id", "left_semi"
-                )
-            )
-            for table, rows in recent.items()
-        ]
+        return self._all()
 
     def listening(self, since: dt.datetime | None) -> DataFrame | None:
         """Return older steps that `rest(since)` leaves out. They show which stages

@@ -224,7 +224,7 @@ def run_reconcile(
         verdicts = judging.reconcile(again, expected, by)
         if whole is not None:
             verdicts = verdicts.unionByName(judging.judge(whole, by))
-        of_flows = flows.verdicts(rest, journeys, by)
+        of_flows = flows.verdicts(rest, journeys)
         if of_flows is not None:
             verdicts = verdicts.unionByName(of_flows)
         found = Reconciliation(by.horizon, clocks=clocks)

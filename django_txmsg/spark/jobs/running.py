@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
@@ -18,9 +18,6 @@ from ..progress import following, progress_bar
 from ..runs import Run, recorded
 from ..session import session
 from ..spec import JobSpec, digest, hidden, recordable
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 #: Options of the command line and of Django itself, which do not belong to the job, and
 #: options that must not be recorded: a header's token, a person's data.
@@ -116,18 +113,8 @@ def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
     """Yield a Spark session. If the error stream is a terminal, show a progress bar of
     its tasks."""
     bar = progress_bar(given.job, quiet=given.json, unit="tasks")
-    with started(given, bar) as spark, following(bar, spark):
-        yield spark
-
-
-@contextmanager
-def started(given: argparse.Namespace, bar: tqdm[Any]) -> Iterator[SparkSession]:
-    """Yield a Spark session. While Spark starts, show a note that this takes some
-    time."""
     bar.set_postfix_str("starting Spark")
     short = given.job == "reconcile" and given.since is not None
-    try:
-        with session(given.job, dict(given.conf), short=short) as spark:
-            yield spark
-    finally:
-        bar.clear()
+    started = session(given.job, dict(given.conf), short=short)
+    with bar, started as spark, following(bar, spark):
+        yield spark
