@@ -129,7 +129,9 @@ class Filled(argparse.Action):
 def _adding_to(parser: argparse._ActionsContainer) -> Callable[..., None]:
     """Return a function that adds an option, with its help text, to `parser`."""
 
-    def option(name: str, text: str | None = None, **how: Any) -> None:
+    def option(name: str, text: str = "", **how: Any) -> None:
+        if how.get("action") == "append":
+            text = f"{text}; may be repeated".removeprefix("; ")
         parser.add_argument(name, help=text, **how)
 
     return option
@@ -147,41 +149,23 @@ def add_jobs(
     switch: dict[str, Any] = {"action": "store_true"}
     selector: dict[str, Any] = {"action": Filled, "default": ""}
     several: dict[str, Any] = {"action": "append", "default": []}
+    pairs, patterns = several | {"type": pair}, several | {"metavar": "PATTERN"}
     common, rows, external = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     option = _adding_to(common)
     option("--spec", "the job specification: a JSON file, or JSON")
     option("--lake", "the lake's URI")
-    option(
-        "--service",
-        "add a service, or say where its database is; may be repeated, also for a "
-        "service that has several databases",
-        **several, type=pair, metavar="NAME=URL",
-    )  # fmt: skip
-    option(
-        "--former", "a name under which a service has archived; may be repeated",
-        **several, type=pair, metavar="NAME=OLD",
-    )  # fmt: skip
+    option("--service", "a service, and its database", **pairs, metavar="NAME=URL")
+    option("--former", "a former name of a service", **pairs, metavar="NAME=OLD")
     option("--dry-run", "change nothing", **switch)
     option("--json", "one JSON object, for tools", **switch)
-    option(
-        "--conf", "a Spark setting; may be repeated",
-        **several, type=pair, metavar="KEY=VALUE",
-    )  # fmt: skip
+    option("--conf", "a Spark setting", **pairs, metavar="KEY=VALUE")
     option = _adding_to(rows)
     option("--table", action="append", choices=ARCHIVED)
     option("--older-than", "default: the retention", type=duration)
     option("--batch-rows", type=positive, default=100_000)
     option = _adding_to(external)
-    option(
-        "--external",
-        "a destination (or broker:ALIAS) consumed by something that keeps no inbox; * "
-        "stands for any characters; may be repeated",
-        **several, metavar="PATTERN",
-    )  # fmt: skip
-    option(
-        "--external-sender", "a sender that keeps no outbox; may be repeated",
-        **several, metavar="PATTERN",
-    )  # fmt: skip
+    option("--external", "a destination or broker:ALIAS without an inbox", **patterns)
+    option("--external-sender", "a sender that keeps no outbox", **patterns)
 
     def add(
         name: str, text: str, *more: argparse.ArgumentParser
@@ -189,30 +173,16 @@ def add_jobs(
         return _adding_to(jobs.add_parser(name, parents=[common, *more], help=text))
 
     option = add("archive", "move settled rows to the lake", rows)
-    option(
-        "--tasks",
-        "tasks that write in parallel; default: half the cores of one machine, twice "
-        "those of a cluster",
-        type=positive, default=0,
-    )  # fmt: skip
-    option(
-        "--engine",
-        "local: in this process, without a JVM; auto: local if the rows are few",
-        choices=("auto", "spark", "local"), default="auto",
-    )  # fmt: skip
+    text = "parallel writers; default: half the cores of one machine, twice a cluster's"
+    option("--tasks", text, type=positive, default=0)
+    text = "local: in this process, without a JVM; auto: local if the rows are few"
+    option("--engine", text, choices=("auto", "spark", "local"), default="auto")
     option("--purges", "parallel deletes", type=positive, default=1)
-    option(
-        "--overlap",
-        "delete one wave of batches while the next is written; default: where Spark "
-        "runs on other machines",
-        action=argparse.BooleanOptionalAction,
-    )  # fmt: skip
+    text = "delete a wave of batches while the next is written; default: on a cluster"
+    option("--overlap", text, action=argparse.BooleanOptionalAction)
     option("--no-vacuum", **switch)
-    option(
-        "--stuck-after",
-        "a transaction that is open for longer and holds rows back is a finding",
-        type=duration, default="6h",
-    )  # fmt: skip
+    text = "a transaction that holds rows back for longer is a finding"
+    option("--stuck-after", text, type=duration, default="6h")
     text = "continue although the lake has lost batches for good"
     option("--accept-loss", text, **switch)
 
@@ -234,29 +204,19 @@ def add_jobs(
         option(f"--{name}", text, type=duration, default=default)
     text = "more dead letters than this are an alert"
     option("--dead-letters", text, type=int, default=10)
-    option(
-        "--webhook-env", "the environment variable that holds the webhook's address",
-        default=WEBHOOK_URL, metavar="NAME",
-    )  # fmt: skip
+    text = "the environment variable that holds the webhook's address"
+    option("--webhook-env", text, default=WEBHOOK_URL, metavar="NAME")
 
     option = add("reconcile", "compare what was sent and received", external)
     option("--since", "judge only messages sent since then", type=instant)
     option("--grace", type=duration, default="1h")
-    option(
-        "--late-after", "time after which a message is late; default: 1h", type=duration
-    )
-    option(
-        "--stuck-after",
-        "a message that waits for longer to leave or to be processed is a finding; "
-        "default: 6h",
-        type=duration,
-    )  # fmt: skip
-    option(
-        "--fail-on",
-        "unacknowledged findings that make the exit code 1; new: lost messages that "
-        "no earlier run has found",
-        choices=("lost", "new", "findings", "never"), default="lost",
-    )  # fmt: skip
+    text = "a message that takes longer is late; default: 1h"
+    option("--late-after", text, type=duration)
+    text = "a message that waits for longer is a finding; default: 6h"
+    option("--stuck-after", text, type=duration)
+    text = "findings that set exit code 1; new: those that no earlier run has found"
+    kinds = ("lost", "new", "findings", "never")
+    option("--fail-on", text, choices=kinds, default="lost")
 
     text = "list and acknowledge what reconcile has found"
     findings = jobs.add_parser("findings", parents=[common], help=text)
@@ -270,10 +230,8 @@ def add_jobs(
     option("--reopen", "remove their acknowledgement", **switch)
 
     option = add("listeners", "list stages expected to receive from topics")
-    option(
-        "--retire", "expect this stage to receive nothing more",
-        nargs=2, metavar=("TOPIC", "SERVICE/STAGE"),
-    )  # fmt: skip
+    text = "expect this stage to receive nothing more"
+    option("--retire", text, nargs=2, metavar=("TOPIC", "SERVICE/STAGE"))
     option("--at", "when it stopped listening; default: now", type=instant)
 
     option = add("show", "find a message in databases and lake")
@@ -281,11 +239,8 @@ def add_jobs(
     option("term", text, action=Filled, metavar="ID")
 
     option = add("views", "print SQL views of messages and findings")
-    option(
-        "--of",
-        "the database's, or those over the lake: of a Spark session, or of DuckDB",
-        choices=("database", "lake", "duckdb"), default="database",
-    )  # fmt: skip
+    text = "the database's, or those over the lake: for Spark, or for DuckDB"
+    option("--of", text, choices=("database", "lake", "duckdb"), default="database")
 
     option = add("analyze", "times, flow, failures")
     option("--since", type=instant, default="7d")
@@ -296,14 +251,10 @@ def add_jobs(
     option("--verdict", "only messages with this verdict of reconcile", **selector)
     text = "the run that found it; default: the last one"
     option("--run", text, **selector, metavar="ID")
-    option(
-        "--request", "the findings whose replay was requested in the admin",
-        type=uuid.UUID, metavar="ID",
-    )  # fmt: skip
-    option(
-        "--from", "the outbox in database and lake, or the open dead letters",
-        dest="table", choices=("outbox", "dead_letters"), default="outbox",
-    )  # fmt: skip
+    text = "the findings whose replay was requested in the admin"
+    option("--request", text, type=uuid.UUID, metavar="ID")
+    tables = ("outbox", "dead_letters")
+    option("--from", dest="table", choices=tables, default="outbox")
     option("--as", dest="mode", choices=("same", "copy"), default="same")
     option("--rate", "messages a second", type=rate, default=0)
     option("--limit", type=positive, default=0)
@@ -317,7 +268,7 @@ def add_jobs(
     option("--destination", required=True)
     option("--template", "the body as JSON, or a file with it", required=True)
     option("--key", default="")
-    option("--header", **several, type=pair)
+    option("--header", **pairs)
     option("--id", "columns, comma-separated", dest="identity", default="")
     option("--rate", type=rate, default=0)
     text = "a name; the same name stores nothing twice"

@@ -17,7 +17,6 @@ from typing import Any
 import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import types as t
-from pyspark.storagelevel import StorageLevel
 
 from ..engine import insist_on
 from ..lake import Lake
@@ -29,7 +28,7 @@ from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, TABLES, struct_of
 from ..spec import JobSpec
 from ..transforms import timestamp
 from ..transforms.journeys import due_at
-from .reading import WholeLog
+from .reading import WholeLog, day_of
 from .running import job_session
 
 #: Most rows of the report's lists. The lake's tables have them all.
@@ -45,8 +44,7 @@ def run_analyze(
     store the tables in the lake."""
     with WholeLog(spark, spec) as log:
         until = max(one.taken for one in log.live)
-        day = (since - dt.timedelta(days=1)).date()
-        start = timestamp(since)
+        day, start = day_of(since), timestamp(since)
         # Messages that waited at the beginning may have been stored at any time before.
         outbox = log.read(OUTBOX.name, _SENT)
         sent = outbox.where(sf.col("created_at") >= start)
@@ -57,14 +55,9 @@ def run_analyze(
             sf.col("created_at") >= start
         )
         log.release()
-        sent, received, letters = (
-            one.persist(StorageLevel.MEMORY_AND_DISK)
-            for one in (sent, received, letters)
-        )
-        waiting = backlog(outbox, since, until)
-        waiting = waiting.persist(StorageLevel.MEMORY_AND_DISK)
-        latencies = stage_latencies(from_due(received, outbox))
-        latencies = latencies.persist(StorageLevel.MEMORY_AND_DISK)
+        sent, received, letters = (one.persist() for one in (sent, received, letters))
+        waiting = backlog(outbox, since, until).persist()
+        latencies = stage_latencies(from_due(received, outbox)).persist()
         grouped = groups(letters)
         found = Findings(
             services=[one.service for one in spec.services],
@@ -150,13 +143,7 @@ def _fill(
         *[sf.coalesce(sf.sum(one), sf.lit(0)) for one in ("received", "redelivered")]
     ).collect()
     found.senders = _first(senders(sent).orderBy(sf.desc("messages")))
-    shown = grouped.withColumns(
-        {
-            name: sf.date_format(name, "dd MMM HH:mm")
-            for name in ("first_seen", "last_seen")
-        }
-    )
-    found.groups = _first(shown.orderBy(sf.desc("letters")))
+    found.groups = _first(grouped.orderBy(sf.desc("letters")))
     overall = percentiles(critical).collect()
     found.totals = {
         "stored": sum(one or 0 for one in found.throughput["stored"]),

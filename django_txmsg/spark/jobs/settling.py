@@ -101,10 +101,14 @@ class Settling:
         amended: dict[LakeFile, set[Row]] = {}
         for file in self.place.of_batches(self.log.service, after, until):
             different: set[Row] = set()
-            for rows, hashes, columns in self._rows(file, after, until):
-                deleted, living = self._in_turns(rows, hashes, columns)
+            for rows, columns in self._slices(file, after, until):
+                hashes = row_hashes(rows, columns)
+                began = time.monotonic()
+                deleted, living = self.ledger.settle(rows, hashes, columns)
                 done.rows += deleted
                 different.update(living)
+                if self.ledger.spec.vendor == "sqlite":  # let others write
+                    threading.Event().wait(time.monotonic() - began)
             if different:
                 amended[file] = different
                 done.different += [one[0] for one in different]
@@ -113,34 +117,19 @@ class Settling:
             self._amend(amended, after, until)
         return done
 
-    def _in_turns(
-        self, rows: pa.RecordBatch, hashes: list[int], columns: list[Column]
-    ) -> tuple[int, list[Row]]:
-        """Settle rows in short transactions, with pauses for other writers."""
-        deleted, living = 0, list[Row]()
-        step = max(1, min(SLICE_ROWS, rows.num_rows * SLICE_BYTES // (rows.nbytes + 1)))
-        for start in range(0, rows.num_rows, step):
-            began = time.monotonic()
-            part = rows.slice(start, step)
-            gone, differ = self.ledger.settle(
-                part, hashes[start : start + step], columns
-            )
-            deleted += gone
-            living += differ
-            if self.ledger.spec.vendor == "sqlite":
-                threading.Event().wait(time.monotonic() - began)
-        return deleted, living
-
-    def _rows(
+    def _slices(
         self, file: LakeFile, after: int, until: int
-    ) -> Iterator[tuple[pa.RecordBatch, list[int], list[Column]]]:
-        """Yield the file's rows in these batches, with their checksums and the columns
-        that the checksums cover."""
+    ) -> Iterator[tuple[pa.RecordBatch, list[Column]]]:
+        """Yield the file's rows of these batches, in parts for short transactions, with
+        the columns that the checksums cover."""
         path = f"{self.place.root}/{file.path}"
         for batch in rows_of(self.place.files, path):
             within = batch.filter(_of(batch, after, until))
             for rows, columns in kept_rows(within, self.table):
-                yield rows, row_hashes(rows, columns), columns
+                most = rows.num_rows * SLICE_BYTES // (rows.nbytes + 1)
+                step = max(1, min(SLICE_ROWS, most))
+                for start in range(0, rows.num_rows, step):
+                    yield rows.slice(start, step), columns
 
     def _amend(self, amended: dict[LakeFile, set[Row]], after: int, until: int) -> None:
         """Remove these rows from the lake, with one log entry."""
