@@ -405,7 +405,7 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
         for one in databases:
             rows[_TAILS] += erase_tails(one, keys, dry_run=dry_run)
     run.rows = rows.total() + archived.total()
-    run.counts = {"messages": len(ids), "database": rows, "lake": archived}
+    run.counts = {"messages": len(ids), "database": rows, "lake": +archived}
     run.facts |= run.counts
     would = "would be " if dry_run else ""
     run.lines.append(f"{len(ids):,} messages are selected.")
