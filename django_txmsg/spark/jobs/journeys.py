@@ -107,7 +107,7 @@ def looked_at(log: WholeLog, name: str) -> Looked:
         one: 0
         if one in silent
         else min(
-            log.settled.get((one, name, lake_id), 0),
+            log.settled(one, name, lake_id),
             place.last(delta, "archive", one),
         )
         for one in services

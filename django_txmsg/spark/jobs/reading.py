@@ -57,6 +57,8 @@ class Live:
     database: Database
     snapshot: str
     taken: dt.datetime
+    settled: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """By table and lake, the batch up to which no row is live any more."""
 
     def condition(self, where: str, day: dt.date | None) -> str:
         """Return an SQL condition with the beginning of a day for `{day}`."""
@@ -96,8 +98,6 @@ class WholeLog:
     spec: JobSpec
     live: list[Live] = field(default_factory=list)
     lake: Lake | None = None
-    settled: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    """By service, table and lake, the batch up to which no row is live any more."""
     found: bool = False
     """Whether `read()` has found a row, or files that may have one."""
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -105,7 +105,6 @@ class WholeLog:
     def __enter__(self) -> WholeLog:
         if not self.spec.services:
             raise UsageError("No service is specified: whose log should be read?")
-        marks: list[dict[tuple[str, str, str], int]] = []
         with ExitStack() as stack:
             for source in (one.reading() for one in self.spec.services):
                 taken = dt.datetime.now(dt.timezone.utc)
@@ -118,28 +117,17 @@ class WholeLog:
                         )
                 # Before the snapshot, which then has no row of a settled batch. Without
                 # marks, for a role that may only read the log, rows are compared.
-                marks.append(
-                    {
-                        (source.service, table.name, one.lake_id): one.purged_through
-                        for table, known in marks_of(source)
-                        for one in known
-                    }
-                )
+                marks = {
+                    (table.name, one.lake_id): one.purged_through
+                    for table, known in marks_of(source)
+                    for one in known
+                }
                 options = stack.enter_context(snapshot(source))
                 there = dataclasses.replace(source.resolved(), url=options["url"])
                 database = open_database(there)
                 self.live.append(
-                    Live(source.service, database, options["snapshot"], taken)
+                    Live(source.service, database, options["snapshot"], taken, marks)
                 )
-            # A service may have several databases, which archive into one log: a batch
-            # is settled if each of them has deleted its rows of it.
-            for key in {key for one in marks for key in one}:
-                own = (
-                    one.get(key, 0)
-                    for one, live in zip(marks, self.live, strict=True)
-                    if live.service == key[0]
-                )
-                self.settled[key] = min(own)
             if self.spec.lake is not None:
                 with suppress(NoLake):
                     self.lake = Lake(self.spec.lake)
@@ -153,6 +141,13 @@ class WholeLog:
         """Release the snapshots of the databases. The frames from `read()` stay valid,
         because they are copies."""
         self._stack.close()
+
+    def settled(self, service: str, table: str, lake_id: str) -> int:
+        """Return the number of the batch up to which no row is live any more. A service
+        may have several databases, which archive into one log: each of them must have
+        deleted its rows of the batch."""
+        own = (one.settled for one in self.live if one.service == service)
+        return min(one.get((table, lake_id), 0) for one in own)
 
     def read(
         self,
@@ -186,8 +181,7 @@ class WholeLog:
         named = [one for one in named if one.reaches((above or {}).get(one.service, 0))]
         self.found |= bool(named)
         twice = any(
-            one.reaches(self.settled.get((one.service, table, lake_id), 0))
-            for one in named
+            one.reaches(self.settled(one.service, table, lake_id)) for one in named
         )
         days = None if whole or above else since
         archived = self._archived(table, narrow, named, since=days, above=above)

@@ -130,7 +130,7 @@ def _look_for_doubles(
     """Check that each row is in the lake only once, and that the database contains no
     row of a settled batch."""
     lake_id, service = str(delta.metadata().id), log.live[0].service
-    settled = log.settled.get((service, place.name, lake_id), 0)
+    settled = log.settled(service, place.name, lake_id)
     kept = place.read(log.spark, named=named)
     struct = TABLES[place.name].narrow(_KEYS)
     keys = struct.fieldNames()
