@@ -35,7 +35,7 @@ from ..spec import JobSpec, SourceSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
 from .archive import ArchiveOptions, Archiver, ArchiveResult, ages, count_waiting
 from .reconcile import stuck_after
-from .stopping import run_until_stopped
+from .running import run_until_stopped
 from .sweep import SweepOptions, run_sweep
 
 #: Seconds between the first tries, and between the last ones.
