@@ -331,12 +331,9 @@ def execute(spec: JobSpec, given: argparse.Namespace) -> int:
             # A bug. Python would exit with 1, which means findings.
             traceback.print_exc()
             fault = EnvironmentFault(f"{type(error).__name__}: {error}")
-        facts = {
-            "job": given.job, "error": hidden(str(fault)),
-            "exit_code": fault.exit_code,
-        }  # fmt: skip
         if given.json:
-            _say(json.dumps(facts))
+            facts = {"job": given.job, "error": hidden(str(fault))}
+            _say(json.dumps(facts | {"exit_code": fault.exit_code}))
         return _fail(given.job, fault)
     if given.json:
         _say(json.dumps(run.facts, default=str))

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -203,9 +204,9 @@ class Follower:
         refused = [line for done in found.values() for line in done.refused]
         rows = {name: done.rows for name, done in found.items()}
         run.rows += sum(rows.values())
-        counts = run.counts
-        for name, count in (rows | {"rounds": 1, "refused": len(refused)}).items():
-            counts[name] = counts.get(name, 0) + count
+        counts = Counter(run.counts)
+        counts.update(rows, rounds=1, refused=len(refused))
+        run.counts = counts
         for line in refused:
             self.say(line)
         self._weigh(connection, found, refused)

@@ -48,7 +48,6 @@ from ..transforms.journeys import (
     LETTERS,
     RECEIVED,
     SENT,
-    arrivals,
     kept,
     mark,
     merged,
@@ -364,13 +363,6 @@ class Journeys:
         if len(named := found.union(messages)) <= MOST:
             return self._recent(since, named)
         return self._all()
-
-    def listening(self, since: dt.datetime | None) -> DataFrame | None:
-        """Return older steps that `rest(since)` leaves out. They show which stages
-        listen to topics. Returns None without `since`."""
-        if since is None:
-            return None
-        return arrivals(self.log.listening(RECEIVED, day_of(since)))
 
     @cached_property
     def fresh(self) -> DataFrame | None:

@@ -32,7 +32,14 @@ from ..spec import JobSpec
 from ..tally import Line
 from ..transforms import MICROSECOND, timestamp
 from ..transforms import reconcile as judging
-from ..transforms.journeys import EXPECTED, LETTERS, RECEIVED, is_topic, parted
+from ..transforms.journeys import (
+    EXPECTED,
+    LETTERS,
+    RECEIVED,
+    arrivals,
+    is_topic,
+    parted,
+)
 from ..transforms.reconcile import FINDINGS, LOST, STUCK, Judgement
 from .counted import as_outcome, received_by_all, usable
 from .findings import described, known_findings, standing_findings
@@ -177,18 +184,20 @@ def run_reconcile(
         before = standing_findings(log).localCheckpoint()
         seen = known_findings(log, before)
         least = _judgement(spec, given, log, seen)
-        since = least.since
+        since, earlier = least.since, list[DataFrame]()
         flows = Flows(log, least)
         rest = journeys.rest(since, {*least.standing_ids, *flows.requests})
-        earlier = journeys.listening(since)
+        if since is not None:
+            # Older arrivals show which stages listen to topics.
+            earlier.append(arrivals(log.listening(RECEIVED, day_of(since))))
         # Live rows are copied: no transaction is open during the comparison.
         log.release()
         # What a file counts, no run need look for again: where its messages went.
         unread = usable(journeys.known, least.strictest, since)
         lines = [line for one in unread for line in journeys.known[one].lines]
-        others = (earlier, journeys.fresh, journeys.read(but=unread))
-        looked = [rest, *(one for one in others if one is not None)]
-        there = read_places(reduce(DataFrame.unionByName, looked))
+        others = (journeys.fresh, journeys.read(but=unread))
+        earlier += [one for one in others if one is not None]
+        there = read_places(reduce(DataFrame.unionByName, earlier, rest))
         there += counted_places(lines)
         now = max(one.taken for one in log.live)
         heard = [] if log.lake is None else kept_listeners(log.lake)
@@ -227,8 +236,7 @@ def run_reconcile(
         of_flows = flows.verdicts(rest, journeys)
         if of_flows is not None:
             verdicts = verdicts.unionByName(of_flows)
-        found = Reconciliation(by.horizon, clocks=clocks)
-        found.retired = listening.retired
+        found = Reconciliation(by.horizon, clocks=clocks, retired=listening.retired)
         outcomes = judging.outcome(verdicts)
         if counts:
             outcomes = outcomes.unionByName(as_outcome(spark, counts))
