@@ -49,7 +49,7 @@ def test_what_waits_moves_there_and_back() -> None:
         said = rate("set", one.name, "2/h", "--for", "30m")
         obey(consumer)
         assert hours() == pytest.approx([0.5, 1], abs=0.05)
-        assert said == f"Stage {one.name} has a rate of 2/h for 30m."
+        assert said == f"Stage {one.name} has a rate of 2/h for 30 min."
         assert rate("list").startswith(f"{one.name}  1/h per tenant  CHANGED to 2/h")
 
         send(one.destination)
