@@ -16,7 +16,7 @@ from django.utils.module_loading import import_string
 
 from . import codecs, conf, wire
 from .envelope.handler import Body, Declaring, Handler, accepted, bound, check, origin
-from .envelope.message import MAX_NAME_LENGTH, Message, check_destination
+from .envelope.message import MAX_NAME_LENGTH, Message
 from .envelope.redelivery import RedeliveryPolicy
 from .envelope.stage_options import Rate, TransactionMode, check_mode
 from .envelope.stage_options import TransactionDefinition as TransactionDefinition
@@ -25,6 +25,7 @@ from .errors import ConfigurationError
 from .sending import undoing, unique
 from .sending.answering import replying
 from .sending.destination import Destination
+from .sending.outbox import destination_name
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -365,7 +366,7 @@ unique.recorded_by(_recorded)
 
 def _named(destination: Any) -> str:
     if isinstance(destination, (str, Destination)):
-        return check_destination(str(destination))
+        return destination_name(destination)
     hint = 'Give a name, as in @stage("orders.place"), or a Destination.'
     if inspect.isroutine(destination):
         hint = f'Write @stage("orders.place") above {destination.__qualname__}().'

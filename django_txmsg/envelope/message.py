@@ -118,7 +118,8 @@ def _rebuild(values: dict[str, Any]) -> Message:
 
 
 def check_destination(destination: object) -> str:
-    """Return the destination unchanged.
+    """Return the destination as plain text: str() of an enum's member may be the
+    member's name, not its value.
 
     Raises InvalidMessage if some broker could not carry its name.
     """
@@ -126,7 +127,7 @@ def check_destination(destination: object) -> str:
         raise InvalidMessage(
             f"The destination must be a non-empty string, not {destination!r}."
         )
-    return _checked(destination)
+    return _checked(str.__str__(destination))
 
 
 @lru_cache(1000)

@@ -25,7 +25,6 @@ from ..envelope import serializers
 from ..envelope.cron import Cron
 from ..envelope.message import (
     MAX_NAME_LENGTH,
-    check_destination,
     check_duration,
     check_headers,
     check_key,
@@ -34,7 +33,7 @@ from ..errors import ConfigurationError, InvalidMessage
 from ..models import Schedule
 from ..models.outbox_store import UniqueUntil
 from ..sending.destination import TypedName
-from ..sending.outbox import encoded
+from ..sending.outbox import destination_name, encoded
 from ..sending.unique import check_recorded, check_until
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Recurring:
         """Raise ConfigurationError or InvalidMessage if the name, the expression or the
         destination is invalid. This reads no TXMSG setting, so it can run while a
         module is imported."""
-        check_destination(str(self.destination))
+        destination_name(self.destination)
         if not self.name or len(self.name) > MAX_NAME_LENGTH:
             raise ConfigurationError(
                 f"The name {self.name[:40]!r} is empty or too long."
@@ -120,7 +119,8 @@ class Recurring:
         check_key(self.unique)
         check_until(self.unique, self.unique_until)
         if self.unique_until == "processed":
-            check_recorded(str(self.destination), self.broker, self.alias)
+            named = destination_name(self.destination)
+            check_recorded(named, self.broker, self.alias)
 
     def message_id(self, tick: dt.datetime) -> uuid.UUID:
         """Return the id of the message of a tick. The id is the same in every

@@ -338,12 +338,11 @@ def _new_message(
             origin = "derived"  # from the cause's, by `_identify()`
         correlation_id = correlation_id or cause.correlation_id or str(cause.id)
     message_id = message_id or new_id()
-    name = check_destination(getattr(destination, "name", destination))
     return NewMessage(
         message_id=message_id,
         origin=origin,
         broker=broker,
-        destination=name,
+        destination=destination_name(destination),
         key=check_key(key),
         correlation_id=correlation_id,
         session_id=current.session_id if current else None,
@@ -357,6 +356,14 @@ def _new_message(
         on_conflict=on_conflict,
         unique_until=unique_until,
     )
+
+
+def destination_name(destination: Any) -> str:
+    """Return the name of a destination. Only a typed destination is asked for its
+    `name`: an enum's member has a `name`, too, and its value is the destination. Raises
+    InvalidMessage."""
+    typed = hasattr(destination, "type_of")
+    return check_destination(destination.name if typed else destination)
 
 
 @dataclass(frozen=True, slots=True)

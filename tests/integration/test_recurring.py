@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import enum
 import logging
 import math
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from django.core.management import call_command
 from django.db import connections, transaction
+from django.db.models import TextChoices
 from django.test import override_settings
 
 from django_txmsg import Destination, every, tasks
@@ -534,6 +536,18 @@ def test_two_recurring_messages_of_one_name_are_refused() -> None:
         forget_recurring("tests.once")
 
 
+class Choice(TextChoices):
+    PLACE = "orders.place"
+
+
+class Text(str, enum.Enum):
+    PLACE = "orders.place"
+
+
+class Plain(enum.Enum):
+    PLACE = "orders.place"
+
+
 #: A valid expression that is longer than its column.
 LONG = ",".join(["0"] * 128) + " * * * *"
 
@@ -547,6 +561,7 @@ LONG = ",".join(["0"] * 128) + " * * * *"
         ({"name": "x" * 256}, ConfigurationError),
         ({"expression": LONG}, ConfigurationError),
         ({"destination": "no such place"}, InvalidMessage),
+        ({"destination": Plain.PLACE}, InvalidMessage),
     ],
 )
 def test_invalid_every_is_refused_at_its_declaration(
@@ -566,6 +581,21 @@ def test_a_typed_destination_recurs() -> None:
         assert one.name == "tests.typed"
     finally:
         forget_recurring("tests.typed")
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("member", [Choice.PLACE, Text.PLACE])
+def test_a_text_enums_member_recurs_to_its_value(member: Any) -> None:
+    unique = {"unique": "k", "unique_until": "processed"}
+    with (
+        declared(lambda message: None, "orders.place"),
+        keeping(destination=member, **unique) as (clock, timekeeper),
+    ):
+        recurring()[0].check()
+        clock.now += MINUTE
+        timekeeper.tick()
+
+    assert OutboxMessage.objects.get().destination == "orders.place"
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
+import enum
 import sqlite3
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from django.db import IntegrityError, connection, transaction
+from django.db.models import TextChoices
 
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import DuplicateMessage, InvalidMessage, TransactionRequired
@@ -22,7 +25,7 @@ from django_txmsg.models import (
     OutboxMessage,
     Schedule,
 )
-from django_txmsg.sending.outbox import send_message, send_messages
+from django_txmsg.sending.outbox import send_message, send_messages, send_part
 from tests.app.models import Order
 from tests.running import committing, declared, send, set_sequence, step, txmsg
 
@@ -328,6 +331,41 @@ def test_uncarriable_message_is_refused_at_the_call(
     ):
         send_message(arguments.pop("destination"), arguments.pop("body"), **arguments)
     assert not OutboxMessage.objects.exists()
+
+
+class Choice(TextChoices):
+    PLACE = "orders.place"
+
+
+class Text(str, enum.Enum):
+    PLACE = "orders.place"
+
+
+class Plain(enum.Enum):
+    PLACE = "orders.place"
+
+
+@pytest.mark.parametrize("member", [Choice.PLACE, Text.PLACE])
+def test_a_text_enums_member_is_sent_to_its_value(member: Any) -> None:
+    """An enum's member has a `name`, as a typed destination has."""
+    with transaction.atomic():
+        send_message(member, 1)
+        send_messages([{"destination": member, "body": 2}])
+        send_part(member, 3, {})
+    with declared(lambda message: None, member) as stage:
+        assert (stage.name, stage.destination) == ("orders.place", "orders.place")
+
+    stored = OutboxMessage.objects.values_list("destination", flat=True)
+    assert list(stored) == ["orders.place"] * 3
+
+
+@pytest.mark.parametrize("destination", [Plain.PLACE, Path("orders")])
+def test_an_object_with_a_name_is_no_destination(destination: Any) -> None:
+    with transaction.atomic():
+        with pytest.raises(InvalidMessage, match="must be a non-empty string"):
+            send_message(destination, 1)
+        with pytest.raises(InvalidMessage, match="must be a non-empty string"):
+            send_messages([{"destination": destination, "body": 1}])
 
 
 def test_one_bad_message_of_many_stores_none() -> None:
