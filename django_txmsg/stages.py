@@ -5,9 +5,10 @@ When Django starts, it imports the `stages` module of every installed app.
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
@@ -37,6 +38,17 @@ MAX_TIMEOUT = 7 * 86_400.0
 MAX_BATCH = 5000
 Order = Literal["block", "skip"]
 ORDERS: tuple[Order, ...] = ("block", "skip")
+#: What other packages call an option, and its name here.
+_SYNONYMS = {
+    "retries": "max_redeliveries",
+    "max_retries": "max_redeliveries",
+    "retry_backoff": "backoff",
+    "retry_delay": "initial_delay",
+    "time_limit": "timeout",
+    "database": "using",
+    "threads": "concurrency",
+    "workers": "concurrency",
+}
 #: What these options must be, and how an error says it.
 _KINDS: dict[str, tuple[Any, str]] = {
     "redelivery": (
@@ -214,6 +226,7 @@ def stage(
     rate: str | None = None,
     per: str | None = None,
     undoes: Destination[Any, Any] | None = None,
+    **unknown: Any,
 ) -> Callable[[Any], Any]:
     """Declare a function as the consumer of `destination`, a name or a Destination.
 
@@ -248,12 +261,14 @@ def stage(
       runs only if this service has processed the request. Otherwise the request is
       revoked, so that it is never processed.
 
-    Raises ConfigurationError if the name is taken, or if an option is invalid or
-    contradicts another.
+    Raises ConfigurationError if the name is taken, or if an option is unknown, invalid
+    or contradicts another.
     """
+    if unknown:
+        _refuse(unknown)
     named = _named(destination)
     given = Stage(
-        name=name or named,
+        name=named if name is None or name == "" else name,
         destination=named,
         handler=lambda message: None,  # replaced in declare()
         transaction=transaction,
@@ -387,6 +402,22 @@ def _check_kinds(given: Stage, undoes: object) -> None:
         value = undoes if option == "undoes" else getattr(given, option)
         if value is not None and not isinstance(value, kind):
             raise ConfigurationError(f"{option}={value!r} is not {words}.")
+
+
+def _refuse(unknown: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError, because `@stage` has no such option. The error names
+    the most similar option."""
+    name, value = next(iter(unknown.items()))
+    meant = _SYNONYMS.get(name, name)
+    known = list(stage.__kwdefaults__ or ())
+    near = difflib.get_close_matches(meant, known, n=1)
+    if meant in {one.name for one in fields(RedeliveryPolicy)}:
+        hint = f"Write redelivery=RedeliveryPolicy({meant}={value!r})."
+    elif near:
+        hint = f"Did you mean {near[0]}=?"
+    else:
+        hint = f"It takes {', '.join(known)}."
+    raise ConfigurationError(f"@stage takes no {name}=. {hint}")
 
 
 def _check(given: Stage) -> None:

@@ -312,6 +312,8 @@ def test_numbers_must_be_positive_integers(option: str, number: Any) -> None:
         ("timeout", dt.timedelta(seconds=3), "is not a number of seconds"),
         ("timeout", True, "is not a number of seconds"),
         ("batch", 5001, "is more than 5000"),
+        ("name", 0, "is not a text"),
+        ("name", False, "is not a text"),
     ],
 )
 def test_an_option_of_another_type_is_refused(
@@ -321,3 +323,20 @@ def test_an_option_of_another_type_is_refused(
     message, would fail with a traceback."""
     with pytest.raises(ConfigurationError, match=f"^{option}=.*{said}"):
         stage("tests.refused", **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("retries", 3, r"redelivery=RedeliveryPolicy\(max_redeliveries=3\)"),
+        ("jitter", 0.5, r"redelivery=RedeliveryPolicy\(jitter=0.5\)"),
+        ("time_limit", 30, r"Did you mean timeout=\?"),
+        ("concurency", 2, r"Did you mean concurrency=\?"),
+        ("xyz", 1, "It takes name, transaction, redelivery, "),
+    ],
+)
+def test_an_unknown_option_names_the_right_one(
+    name: str, value: Any, hint: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"takes no {name}=.*{hint}"):
+        stage("orders.place", **{name: value})
