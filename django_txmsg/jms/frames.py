@@ -2,10 +2,10 @@
 
 Hops 4 and 6 of a message. The encoder refuses a header value that the broker could read
 as another frame. The parser accepts the bytes in pieces of any size, and has a fast
-path for RECEIPT frames. A frame may have a broken header, or a NUL in a header. The
-parser then returns the readable part of the frame with a `problem`, so that one bad
-message never stops the frames behind it. The parser raises ``ProtocolError`` only if it
-cannot find the end of a frame.
+path for RECEIPT frames. A frame may have a broken header, a NUL in a header, or a body
+that is too long. The parser then returns the readable part of the frame with a
+`problem`, so that one bad message never stops the frames behind it. The parser raises
+``ProtocolError`` only if it cannot find the end of a frame.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from .errors import MessageFormatError
 
 #: A longer header block means that the stream is out of step.
 MAX_HEADER_BYTES = 1 << 24
+#: A longer body is skipped instead of filling the memory ...
+MAX_BODY_BYTES = 1 << 28
+#: ... except its beginning.
+KEPT_OF_TOO_LONG = 1 << 16
 #: No broker sends a length with more digits.
 _MOST_DIGITS = 12
 
@@ -107,30 +111,85 @@ def encode_connect(headers: Mapping[str, str]) -> bytes:
     return f"CONNECT\n{lines}\n\x00".encode()
 
 
+class _TooLong:
+    """A frame whose body is too long to keep. The parser keeps only the beginning of
+    the body."""
+
+    def __init__(self, frame: Frame, length: int | None) -> None:
+        """``length`` is the length of the body, or None if only a NUL marks the end of
+        the body."""
+        self._frame = frame
+        self._left = length
+        self._kept = b""
+
+    def take(self, data: bytes) -> int | None:
+        """Read more bytes of the body. Return the position in these bytes at which the
+        frame ends, or None if the frame is still incomplete.
+
+        Raises ``ProtocolError`` if no NUL follows the body.
+        """
+        end = data.find(b"\x00") if self._left is None else self._left
+        if len(self._kept) < KEPT_OF_TOO_LONG:
+            body = data if end < 0 else data[:end]
+            self._kept += body[: KEPT_OF_TOO_LONG - len(self._kept)]
+        if self._left is None:
+            return None if end < 0 else end + 1
+        if end >= len(data):
+            self._left -= len(data)
+            return None
+        if data[end]:
+            raise ProtocolError("no NUL after the body of a frame that was too long")
+        return end + 1
+
+    def frame(self) -> Frame:
+        """Return the frame with only the beginning of its body."""
+        return self._frame._replace(body=self._kept)
+
+
 class FrameParser:
     """Parses the bytes of one connection, in pieces of any size, into frames."""
 
-    def __init__(self) -> None:
-        """Create a parser that expects the start of a frame."""
+    def __init__(self, max_body: int = MAX_BODY_BYTES) -> None:
+        """Create a parser that expects the start of a frame. If a body is longer than
+        ``max_body`` bytes, the parser keeps only its beginning."""
+        self._max_body = max_body
         self._tail = b""
         self._chunks: list[bytes] = []
         self._have = 0
         self._need = 0
         self._wants_nul = False
+        self._too_long: _TooLong | None = None
 
     def feed(self, data: bytes) -> list[Frame | Receipt]:
-        """Return the frames that these bytes complete, and keep the bytes of an
-        incomplete frame. Heartbeats are not frames.
+        """Return the frames that these bytes complete. Heartbeats are not frames.
 
         Raises ``ProtocolError`` if the stream is not STOMP.
         """
         found: list[Frame | Receipt] = []
+        while True:
+            if self._too_long is not None:
+                end = self._too_long.take(data)
+                if end is None:
+                    return found
+                found.append(self._too_long.frame())
+                data, self._too_long = data[end:], None
+            data = self._read(data, found)
+            if self._too_long is None:
+                return found
+
+    def _read(self, data: bytes, found: list[Frame | Receipt]) -> bytes:
+        """Append the complete frames to ``found``, and keep the bytes of an incomplete
+        frame. If a frame is too long, set ``_too_long`` and return the bytes that
+        follow its headers."""
         have = self._have + len(data)
-        if (self._wants_nul and 0 not in data) or have < self._need:
+        waits = (
+            self._wants_nul and 0 not in data and have <= self._need + self._max_body
+        )
+        if waits or have < self._need:
             # Joined and searched once, not again for every packet of a long body.
             self._chunks.append(data)
             self._have = have
-            return found
+            return b""
         buffer = b"".join([self._tail, *self._chunks, data])
         self._chunks.clear()
         self._wants_nul = False
@@ -152,9 +211,12 @@ class FrameParser:
             position = end
         else:
             self._need = 0
+        if self._too_long is not None:
+            self._tail, self._have, self._need = b"", 0, 0
+            return buffer[end:]
         self._tail = buffer[position:]
         self._have = len(self._tail)
-        return found
+        return b""
 
     def _read_frame(self, buffer: bytes, start: int) -> tuple[int, Frame | None]:
         """Read the frame that begins at ``start``. Return the position of its end, and
@@ -178,8 +240,19 @@ class FrameParser:
             length = ""
         if len(length.lstrip("0")) > _MOST_DIGITS:
             raise ProtocolError(f"a frame of {length[:80]} bytes is far too large")
+        expected = int(length) if length else None
         begin = blank.end()
-        end = begin + int(length) if length else buffer.find(b"\x00", begin)
+        if expected is None:
+            end = buffer.find(b"\x00", begin)
+            size = (end if end >= 0 else len(buffer)) - begin
+        else:
+            size, end = expected, begin + expected
+        if size > self._max_body:
+            much = "without end" if expected is None else f"of {expected} bytes"
+            problem = problem or f"a body {much} is more than is accepted"
+            frame = Frame(command, headers, b"", problem)
+            self._too_long = _TooLong(frame, expected)
+            return begin, None
         if end < 0:
             self._wants_nul = True
             return len(buffer) + 1, None
