@@ -165,6 +165,14 @@ class Store:
             )  # fmt: skip
             queue.put(copy)
 
+    def lose_volatile(self) -> None:
+        """Drop all messages that are not persistent."""
+        topics = [queue for topic in self._topics.values() for queue in topic.values()]
+        for queue in [*self.queues.values(), *topics]:
+            queue.messages = deque(
+                one for one in queue.messages if one.headers.get("persistent") == "true"
+            )
+
 
 # The frames that the scripted broker received, and how a test waits for them.
 

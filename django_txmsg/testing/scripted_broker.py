@@ -162,9 +162,11 @@ class ScriptedBroker(BrokerState):
         self.cut()
 
     def restart(self) -> None:
-        """End every connection, and listen again on the same port."""
+        """End every connection, drop the messages that are not persistent, and listen
+        again on the same port."""
         self.stop()
         with self.changed:
+            self.store.lose_volatile()
             self._listen(self.port)
 
     # -- inspection ---------------------------------------------------------------

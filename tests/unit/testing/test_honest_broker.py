@@ -271,11 +271,12 @@ def test_a_delayed_message_comes_later_and_an_expired_one_never(
     assert time.monotonic() - began >= 0.3
 
 
-def test_a_restarted_broker_still_has_its_messages(
+def test_a_restart_keeps_persistent_messages_only(
     broker: ScriptedBroker, client: Open
 ) -> None:
     c = client(broker)
-    c.send("SEND", QUEUE, b"kept", receipt="r")
+    c.send("SEND", QUEUE, b"kept", persistent="true")
+    c.send("SEND", QUEUE, b"lost", receipt="r")
     c.expect_receipt("r")
     broker.stop()
     c.expect_end()
