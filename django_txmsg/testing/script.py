@@ -225,7 +225,8 @@ class Script:
         release the rule's receipts in random order."""
         self.held.append(held)
         if rule.window:
-            rule.group.append(held)
+            # Removed here only: a rule that is forgotten still has its receipts.
+            rule.group = [one for one in (*rule.group, held) if one in self.held]
             if len(rule.group) >= rule.window:
                 rule.order.shuffle(rule.group)
                 self._let_go(rule.group)
@@ -241,7 +242,5 @@ class Script:
     def _let_go(self, taken: Sequence[Held]) -> None:
         for held in taken:
             self.held.remove(held)
-        for rule in self.rules:
-            rule.group = [held for held in rule.group if held not in taken]
         for held in taken:
             held.let_go()

@@ -84,6 +84,29 @@ def test_permuted_receipts_stay_in_their_window(
     assert set(receipts(client, 2)) == {"10", "11"}
 
 
+@pytest.mark.parametrize("broker", [RABBITMQ], indirect=True)
+def test_a_forgotten_rule_still_permutes_the_receipts_of_a_transaction(
+    broker: ScriptedBroker, client: RawClient
+) -> None:
+    broker.on("SEND").permute_receipts(2, seed=3)
+    send(client, "alone")
+    client.send("BEGIN", transaction="t")
+    for receipt in "12345":
+        client.send(
+            "SEND", {"destination": QUEUE}, b"", transaction="t", receipt=receipt
+        )
+    broker.wait_for("SEND", 6)
+    broker.forget_rules()
+    assert broker.release() == 1
+    assert receipts(client, 1) == ["alone"]
+    client.send("COMMIT", transaction="t")
+    assert {*receipts(client, 2)} == {"1", "2"}
+    assert {*receipts(client, 2)} == {"3", "4"}
+    broker.wait_for_held(1)
+    assert broker.release() == 1
+    assert receipts(client, 1) == ["5"]
+
+
 def test_a_dropped_receipt_never_comes_and_a_doubled_comes_twice(
     broker: ScriptedBroker, client: RawClient
 ) -> None:
