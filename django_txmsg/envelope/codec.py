@@ -69,13 +69,15 @@ def from_json(body: bytes | str) -> Any:
 
 def to_json(value: Any) -> bytes:
     """Return a value from `from_json()` as JSON text. Decimals become numbers with the
-    same digits."""
-    text = json.dumps(value, default=_plain, ensure_ascii=False)
+    same digits. Raises ValueError for NaN and infinities, which JSON does not have."""
+    text = json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
     return _NUMBER.sub(r"\1", text).encode()
 
 
 def _plain(value: object) -> str:
     if isinstance(value, decimal.Decimal):
+        if not value.is_finite():
+            raise ValueError("JSON has no such number")
         return f"{_MARK}{value}"
     return serializers.as_text(value)
 

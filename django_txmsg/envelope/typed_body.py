@@ -15,7 +15,13 @@ from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
 from .. import wire
-from ..errors import ConfigurationError, DecodeError, InvalidMessage, NewerCodeNeeded
+from ..errors import (
+    ConfigurationError,
+    DecodeError,
+    InvalidMessage,
+    NewerCodeNeeded,
+    TxmsgError,
+)
 from . import message_type as message_types
 from . import serializers
 from .codec import Codec, Misfit, from_json, to_json
@@ -154,14 +160,19 @@ class BodyReader:
         version = given.version or known.version
         if not message_types.needed(known.name, version, known.version):
             return self._decoded(known, text)
-        value = from_json(text)
+        value, where = from_json(text), f"upgrade from {version}"
 
         def upgraded() -> bytes:
-            return to_json(
-                message_types.upgraded(known.name, value, version, known.version)
-            )
+            try:
+                newer = message_types.upgraded(
+                    known.name, value, version, known.version
+                )
+            except TxmsgError as error:
+                # The consumer would park the message, or would never stop trying.
+                _refuse(f"{where}: {class_name(error)}")
+            return to_json(newer)
 
-        return self._decoded(known, _by_user(f"upgrade from {version}", upgraded))
+        return self._decoded(known, _by_user(where, upgraded))
 
     def _unnamed(self) -> BodyType:
         """Return the type of a body without a type header."""

@@ -267,6 +267,35 @@ def test_an_upgrader_that_fails_shows_nothing() -> None:
     assert "secret" not in "".join(traceback.format_exception(error))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigurationError("x"), NewerCodeNeeded("typed.Order", 9, 3),
+        DecodeError("undecodable_body", "x"),
+    ],
+)  # fmt: skip
+def test_an_upgrader_that_raises_an_error_of_the_package_has_failed(
+    error: Exception,
+) -> None:
+    @upgrade("typed.Order", from_version=2)
+    def broken(body: dict[str, Any]) -> dict[str, Any]:
+        raise error
+
+    found = refused(Order, {}, "typed.Order;v=2")
+
+    assert (found.reason, type(found)) == ("invalid_body", DecodeError)
+    assert str(found) == f"upgrade from 2: {type(error).__name__}"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), Decimal("NaN")])
+def test_an_upgrader_that_returns_no_json_has_failed(number: object) -> None:
+    upgrade("typed.Order", from_version=2)(lambda body: body | {"amount": number})
+
+    error = refused(Order, {"number": "1"}, "typed.Order;v=2")
+
+    assert (error.reason, str(error)) == ("invalid_body", "upgrade from 2: ValueError")
+
+
 def test_a_newer_body_is_read_as_far_as_its_sender_says() -> None:
     body = {"number": "1", "amount": "1", "new": True}
 
