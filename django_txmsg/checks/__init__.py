@@ -13,7 +13,7 @@ from django.core.checks import CheckMessage, Error, Tags, register
 
 from .. import conf
 from . import settings, stages
-from .databases import check_pools, check_routers, check_runs
+from .databases import check_notifications, check_pools, check_routers, check_runs
 
 TAG = "txmsg"
 
@@ -52,6 +52,10 @@ def check_deployment(**_: object) -> list[CheckMessage]:
 def check_databases(
     databases: Sequence[str] | None = None, **_: object
 ) -> list[CheckMessage]:
-    """The check of `manage.py check --database ALIAS`. Return errors for the open runs
-    of flows in these databases that this code cannot continue."""
-    return [] if conf.problems() else list(check_runs(databases or ()))
+    """The check of `manage.py check --database ALIAS`. Return a warning for each of
+    these databases from which this process receives no notifications. Return errors for
+    the open runs of flows in these databases that this code cannot continue."""
+    if conf.problems():
+        return []
+    asked = databases or ()
+    return [*check_notifications(asked), *check_runs(asked)]

@@ -1,7 +1,7 @@
 """Checks of databases. They find databases that the routers keep the tables out of,
 parts that run in "default" although the routers name another database, pools that are
-too small for the threads of one process, and open runs of flows that this code cannot
-continue."""
+too small for the threads of one process, poolers that do not forward notifications, and
+open runs of flows that this code cannot continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from django.db import Error as AnyDatabaseError
 from django.db.models import Count
 
 from .. import brokers, conf, stages
-from ..django_internals import settings_of
+from ..django_internals import in_block, settings_of
 from ..envelope.typed_body import TypeHeader
 from ..flows.deadlines import Deadlines
 from ..flows.declaration import Declaration, Step, declarations
@@ -24,7 +24,7 @@ from ..models import DeadLetter, OutboxMessage, Run, Worker
 from ..models.run import WaitsFor
 from ..monitoring import databases
 from ..monitoring.alarms import listed
-from ..relaying.listener import alias_of
+from ..relaying.listener import advice, alias_of, receives_notifications
 from ..scheduling.time_loop import TimeLoop
 from ..scheduling.timekeeper import Timekeeper
 
@@ -168,6 +168,32 @@ def _notifications(alias: str) -> int:
     if not conf.get().NOTIFY or connections[alias].vendor != "postgresql":
         return 0
     return 2 if alias_of(alias) == alias else 1
+
+
+# Whether this process receives notifications, tested with one of its own.
+
+
+def check_notifications(aliases: Sequence[str]) -> Iterator[CheckMessage]:
+    """Warn of databases from which this process receives no notifications."""
+    for using in databases.with_tables():
+        if using not in aliases or connections[using].vendor != "postgresql":
+            continue
+        connection = connections[alias_of(using)]
+        if not conf.get().NOTIFY or in_block(connection):
+            continue
+        try:
+            received = receives_notifications(using)
+        except AnyDatabaseError:
+            continue  # Django's own checks say that
+        finally:
+            connection.close()
+        if received is False:
+            yield Warning(
+                f"A notification did not arrive in database {alias_of(using)!r}: "
+                "relays and consumers learn of new messages by polling alone.",
+                hint=f'{advice(using)} Or set TXMSG["NOTIFY"] = False.',
+                id="txmsg.W030",
+            )
 
 
 # Whether this code can continue the open runs of flows there.

@@ -19,7 +19,7 @@ import pytest
 from django.db import DatabaseError, connection, connections, transaction
 
 from django_txmsg import stages
-from django_txmsg.checks import check
+from django_txmsg.checks import check, check_databases
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
@@ -343,12 +343,31 @@ def _listens() -> bool:
     return any(one.name.startswith("txmsg-listen") for one in threading.enumerate())
 
 
+def checked() -> list[str]:
+    """Run the database checks in another thread, and return the ids of the problems
+    that they report."""
+    found: list[str] = []
+
+    def ask() -> None:
+        try:
+            found.extend(str(one.id) for one in check_databases(databases=["default"]))
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(60)
+    return found
+
+
 def test_behind_a_pooler_a_warning_is_logged_and_all_threads_poll(
     pooled: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with txmsg(LISTEN_DATABASE=pooled), listener.listening({"default"}):
-        wait_until(lambda: "no notification arrived" in caplog.text)
-        assert not notifications.has_listener("default")
+    with txmsg(LISTEN_DATABASE=pooled):
+        with listener.listening({"default"}):
+            wait_until(lambda: "no notification arrived" in caplog.text)
+            assert not notifications.has_listener("default")
+        assert checked() == ["txmsg.W030"]
 
 
 def test_no_advice_names_a_setting_that_does_not_help(
