@@ -3,6 +3,7 @@ of the database."""
 
 from __future__ import annotations
 
+import datetime as dt
 import uuid
 
 from django.db import connections, models, transaction
@@ -50,6 +51,11 @@ class SessionManager(SqlManager):
         with transaction.atomic(using=self.db):
             limit_waits(connections[self.db], PATIENCE)
             return self._insert(session_id, SessionStatus.TOMBSTONE)
+
+    def given_up(self, since: dt.timedelta) -> int:
+        """Return the number of tombstones whose age is at most `since`."""
+        recent = self.filter(created_at__gte=Now() - since)
+        return recent.filter(status=SessionStatus.TOMBSTONE).count()
 
     def _insert(self, session_id: uuid.UUID, status: SessionStatus) -> bool:
         inserted = self._changed(

@@ -30,6 +30,7 @@ from django_txmsg.models import (
     InboxMessage,
     OutboxMessage,
     Schedule,
+    SessionRecord,
     StageState,
 )
 from django_txmsg.models.monitoring import Deed
@@ -446,6 +447,17 @@ def test_message_status_prints_places_and_alarms() -> None:
     assert "an attempt:        2 waiting, 1 of them for a slot of the rate" in text
     assert "dead letters:                  1, oldest 2 h" in text
     assert "stage payments.charge: paused by somebody" in text
+
+
+def test_status_counts_the_sessions_of_a_day_that_were_given_up() -> None:
+    old, recent = uuid.uuid4(), uuid.uuid4()
+    for session_id in (old, recent):
+        assert SessionRecord.objects.give_up(session_id)
+    assert SessionRecord.objects.commit(uuid.uuid4())
+    SessionRecord.objects.filter(pk=old).update(created_at=factories.ago(hours=25))
+
+    assert as_json("message_status")["sessions_given_up"] == 1
+    assert "sessions given up in 24 h:     1" in run("message_status")
 
 
 def test_a_misspelt_stage_is_no_stage_without_dead_letters() -> None:

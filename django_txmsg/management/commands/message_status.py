@@ -13,7 +13,7 @@ from django.db import router
 
 from ... import conf
 from ...conf.schema import BAD, KINDS
-from ...models import OutboxMessage
+from ...models import OutboxMessage, SessionRecord
 from ...monitoring import alarms, status
 from ...monitoring.lengths import duration
 from ...monitoring.status import Place, Status
@@ -50,10 +50,16 @@ class Command(DatabaseCommand):
         aliases = [] if options["database"] is None else [options["database"]]
         require_tables(*aliases or [router.db_for_write(OutboxMessage)])
         picture = status.read(*aliases)
+        given_up = sum(
+            SessionRecord.objects.db_manager(using).given_up(dt.timedelta(days=1))
+            for using in picture.databases
+            if using not in picture.unreadable
+        )
         if options["json"]:
-            self.stdout.write(json.dumps(facts(picture), indent=2))
+            found = facts(picture) | {"sessions_given_up": given_up}
+            self.stdout.write(json.dumps(found, indent=2))
         else:
-            self._print(picture)
+            self._print(picture, given_up)
         kinds = options["fail_on"]
         for alarm in alarms.of(picture):
             bad = alarm.tone == "bad"
@@ -62,7 +68,7 @@ class Command(DatabaseCommand):
             if bad and BAD in kinds:
                 sys.exit(1)
 
-    def _print(self, picture: Status) -> None:
+    def _print(self, picture: Status, given_up: int) -> None:
         line = self.stdout.write
         now = picture.now
         for title, waiting in (
@@ -96,6 +102,8 @@ class Command(DatabaseCommand):
                 + (f", {capped(flow.undoing)} undoing" if flow.undoing else "")
                 + (f", {capped(flow.stuck)} stuck" if flow.stuck else "")
             )
+        if given_up:
+            line(f"{'sessions given up in 24 h:':<31}{given_up}")
         living = picture.attendance.living
         silent = len(picture.attendance.workers) - len(living)
         line(
