@@ -132,23 +132,26 @@ class PendingManager(SqlManager):
             return []
         connection, table = connections[self.db], self._table
         now, later = self._sql.now, self._sql.later("g.expiry")
-        # Not those that a relay is sending: its mark would wait for us.
-        pending = f"{{}} AND {rules.PENDING.sql()} AND {NOT_LEASED.sql(now=now)}"
+        having, keys = self._sql.ids("unique_key", wanted)
+        # By the index of the keys, whatever the statistics say of pending rows. Not
+        # those that a relay is sending: its mark would wait for us.
+        otherwise = rules.PENDING_OTHERWISE.sql()
+        free = NOT_LEASED.sql(now=now)
+        pending = f"{having} AND dead_at IS NULL AND {otherwise} AND {free}"
         # While the row is locked so, claims skip it, and a transaction that wants to
         # change it waits; another one that locks it like this does not.
         lock = "FOR SHARE" if connection.vendor == "postgresql" else ""
-        having, keys = self._sql.ids("unique_key", wanted)
         source = self._sql.given("g", key="text", expiry="float8")
         given = [{"key": key, "expiry": expiry} for key, expiry in wanted.items()]
         self._changed(
             f"UPDATE {table} SET expires_at ="  # noqa: S608 - constants only
             f" CASE WHEN g.expiry IS NOT NULL THEN {later} END FROM {source}"
-            f" WHERE {pending.format('unique_key = g.key')} AND expires_at IS NOT NULL"
+            f" WHERE {pending} AND unique_key = g.key AND expires_at IS NOT NULL"
             f" AND (g.expiry IS NULL OR expires_at < {later})",
-            [json.dumps(given)],
+            [json.dumps(given), *keys],
         )
         held = self._rows(
-            f"SELECT id FROM {table} WHERE {pending.format(having)} {lock}",  # noqa: S608 - constants only
+            f"SELECT id FROM {table} WHERE {pending} {lock}",  # noqa: S608 - constants only
             keys,
         )
         held += self._rows(

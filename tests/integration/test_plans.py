@@ -158,6 +158,19 @@ def test_a_key_is_looked_up(backlog: list[int]) -> None:
     assert read_for(claim) < 2000
 
 
+def test_held_unique_keys_are_looked_up() -> None:
+    hour = dt.timedelta(hours=1)
+    with transaction.atomic():
+        send_messages(
+            {"destination": "tests.q", "body": n, "unique": f"u{n}", "expires": hour}
+            for n in range(3)
+        )
+    wanted = {"u0": 7200.0, "u1": None, "free": 7200.0}
+
+    with transaction.atomic():
+        assert read_for(lambda: OutboxMessage.objects.hold(wanted)) < 50
+
+
 def test_the_heads_of_keys_are_looked_up(backlog: list[int]) -> None:
     assert read_for(partial(claim, heads=True)) < 2000
 
