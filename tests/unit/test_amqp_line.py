@@ -3,6 +3,7 @@ sockets."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -13,10 +14,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+from amqp import spec
 
 from django_txmsg.brokers.amqp import frames, session
 from django_txmsg.brokers.amqp.link import Link, Options, Transport
+from django_txmsg.errors import BrokerUnavailable
 from tests.faults import wait_until
+
+#: Connection.Start: the version, no properties, one mechanism and one locale.
+START = b"\0\x09\0\0\0\0" + struct.pack(">I", 5) + b"PLAIN\0\0\0\5en_US"
 
 
 class Line:
@@ -150,3 +156,49 @@ def test_a_connection_that_is_dropped_unclosed_is_not_kept_alive(line: Line) -> 
     kept = weakref.ref(link)
     del link
     wait_until(lambda: kept() is None)
+
+
+def test_a_login_that_never_ends_has_one_time_out_for_all_its_steps() -> None:
+    """The server begins the login again and again, so each step gets an answer."""
+    over = threading.Event()
+
+    def serve(listening: socket.socket) -> None:
+        client, _ = listening.accept()
+        with client, contextlib.suppress(OSError):
+            while not over.wait(0.05):
+                client.sendall(frames.method(0, spec.Connection.Start, START))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=serve, args=(listening,))
+        server.start()
+        end = threading.Timer(30, over.set)
+        end.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(BrokerUnavailable, match="does not answer"):
+                Link(listening.getsockname(), Options(connect_timeout=0.5))
+            assert time.monotonic() - began < 15
+        finally:
+            end.cancel()
+            over.set()
+            server.join()
+
+
+def test_the_addresses_of_a_host_share_the_time_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        port = full.getsockname()[1]
+        for _ in range(4):  # in the queue of connections, which then is full
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address] * 100)
+        began = time.monotonic()
+
+        with pytest.raises(BrokerUnavailable, match="timed out"):
+            Link(("many", port), Options(connect_timeout=0.3))
+
+    assert time.monotonic() - began < 15  # and not a hundred times 0.3

@@ -90,15 +90,20 @@ class Transport:
         #: When bytes were last written, and when any were last received.
         self.written_at = self.read_at = time.monotonic()
         self._has_read = False
+        #: The deadline to connect and log in.
+        self.give_up = self.read_at + options.connect_timeout
 
     def connect(self) -> None:
         """Connect to the server and send the protocol header. Raises OSError."""
-        timeout = self._options.connect_timeout
-        made = socket.create_connection(self._address, timeout)
+        found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+        # The time-out is for each IP address, so the addresses share the time.
+        share = self._options.connect_timeout / len(found)
+        made = socket.create_connection(self._address, share)
         try:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if (tls := self._options.tls) is not None:
+                made.settimeout(max(0.01, self.give_up - time.monotonic()))
                 made = tls.wrap_socket(made, server_hostname=self._address[0])
             self.sock, self.connected = made, True
             self.write(_BANNER)
@@ -236,9 +241,10 @@ class _Connection(amqp.Connection):  # type: ignore[misc]
         return self._own
 
     def drain_events(self, timeout: float | None = None) -> None:
-        """Read until a frame arrives. py-amqp calls this while it waits for an
-        answer."""
-        if not self._link.read(self._link.patience if timeout is None else timeout):
+        """Read until a frame arrives. py-amqp calls this while it waits for an answer.
+        It passes a `timeout` for each step of the login, which has one deadline."""
+        login = self._own.give_up - time.monotonic()
+        if not self._link.read(self._link.patience if timeout is None else login):
             raise TimeoutError("the broker does not answer" + self._own.doubt())
 
 
