@@ -229,9 +229,15 @@ def running(using: str) -> bool:
     return _ours(using).exists()
 
 
-def finish(operation: BulkOperation, *, patience: float = math.inf) -> BulkOperation:
+def finish(
+    operation: BulkOperation,
+    *,
+    patience: float = math.inf,
+    on_batch: Callable[[BulkOperation], None] = lambda operation: None,
+) -> BulkOperation:
     """Execute one operation until it ends, is paused, or `patience` seconds have
-    passed. Other processes may execute some of its batches.
+    passed. Call `on_batch` after each batch. Other processes may execute some of the
+    batches.
 
     Returns the operation in its present state.
     """
@@ -240,6 +246,7 @@ def finish(operation: BulkOperation, *, patience: float = math.inf) -> BulkOpera
     while True:
         handled = work_batch(using, only=operation.pk)
         operation.refresh_from_db(using=using)
+        on_batch(operation)
         if operation.state != BulkState.RUNNING or time.monotonic() > deadline:
             break
         if handled is None:

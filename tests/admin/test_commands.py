@@ -54,6 +54,26 @@ def as_json(name: str, *arguments: str) -> Any:
     return json.loads(out.getvalue())
 
 
+class Terminal(io.StringIO):
+    """A text stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_bulk_command_shows_its_progress_in_a_terminal(
+    stream: type[io.StringIO],
+) -> None:
+    factories.DeadLetterFactory.create_batch(101)
+    err = stream()
+
+    call_command("dead_letters", "discard", "--all", stdout=io.StringIO(), stderr=err)
+
+    shown = err.getvalue()
+    assert shown.startswith("\r100 of 101\r101 of 101") if err.isatty() else not shown
+
+
 def test_lists_show_open_dead_letters_and_their_groups() -> None:
     letter = factories.DeadLetterFactory(deaths=2)
     factories.DeadLetterFactory(discarded=True)

@@ -363,10 +363,12 @@ class Command(DatabaseCommand):
                 operation=operation,
             )
         try:
-            bulk.finish(operation)
+            bulk.finish(operation, on_batch=self._progress)
         except KeyboardInterrupt:
             BulkOperation.objects.db_manager(using).cancel(operation.pk)
             operation.refresh_from_db(using=using)
+        if self.stderr.isatty():
+            self.stderr.write("")  # ends the line of the progress
         report.operation(operation)
         if operation.stopped_why:
             raise CommandError(
@@ -379,6 +381,11 @@ class Command(DatabaseCommand):
         undone += [f"{operation.skipped} skipped"] * bool(operation.skipped)
         if undone:
             raise CommandError(f"Not {PAST[action].lower()}: {', '.join(undone)}.")
+
+    def _progress(self, operation: BulkOperation) -> None:
+        if self.stderr.isatty():
+            handled = operation.done + operation.skipped
+            self.stderr.write(f"\r{handled:,} of {operation.total:,}", ending="")
 
 
 def _add_selection(add: Callable[..., Any], ids: str) -> None:
