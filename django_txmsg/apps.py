@@ -50,11 +50,12 @@ def _starts_command() -> bool:
     """
     commands = "django.core.management"
     frames = (frame for frame, _ in traceback.walk_stack(None))
+    # `runserver` waits until the error is mended.
+    waits = "runserver" in sys.argv and "--noreload" not in sys.argv
     return (
         any(frame.f_globals.get("__name__") == commands for frame in frames)
         and sys.excepthook is sys.__excepthook__
-        # `runserver` waits until the error is mended.
-        and not {"--traceback", "runserver"} & {*sys.argv}
+        and not (waits or "--traceback" in sys.argv)
     )
 
 

@@ -194,15 +194,21 @@ def test_a_mistake_in_a_module_of_stages_is_reported_in_a_few_lines(
 
 
 @pytest.mark.sqlite
-def test_a_mistake_in_a_module_of_stages_keeps_its_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "whole"),
+    [("check --traceback", True), ("runserver --noreload", False)],
+)
+def test_traceback_of_a_mistake_in_a_module_of_stages(
+    command: str, whole: bool, tmp_path: Path
+) -> None:
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__init__.py").touch()
     (tmp_path / "shop" / "stages.py").write_text("import anvil")
 
-    told = django(tmp_path, [*EVERYTHING, "shop"], "check", "--traceback")
+    told = django(tmp_path, [*EVERYTHING, "shop"], *command.split())
 
-    assert "Traceback (most recent call last)" in told
-    assert told.endswith("No module named 'anvil'\n")
+    assert ("Traceback (most recent call last)" in told) is whole
+    assert "No module named 'anvil'\n" in told
 
 
 @pytest.mark.sqlite
