@@ -23,7 +23,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError
 from django.http import HttpRequest, JsonResponse
 
-from .monitoring import runs, status
+from .monitoring import status
 from .monitoring.probe import probe
 from .monitoring.status import Status
 from .monitoring.waiting import DEPLOYED, OVERDUE
@@ -75,18 +75,16 @@ def look(*aliases: str) -> dict[str, Any]:
         "held_keys": sum(one.line.held for one in places),
         "full_stages": sum(one.full_since is not None for one in places),
     }
-    readable = [one for one in found.databases if one not in found.unreadable]
-    stuck = sum(runs.stuck(using).total() for using in readable)
     further = {
         "read_only": found.read_only,
         "outages": len(found.attendance.late_outages),
-        "stuck_undos": stuck,
+        "stuck_undos": found.stuck_undos,
         "late_ticks": len(found.late_ticks),
     }
     words = ["ok", *(name for name, age in THRESHOLDS if max(oldest.values()) >= age)]
     if ordered["held_keys"] or found.attendance.late_outages or found.late_ticks:
         words.append("late")
-    blocked = ordered["full_stages"] or stuck or found.read_only
+    blocked = ordered["full_stages"] or found.stuck_undos or found.read_only
     if found.unattended or blocked or (newer and now - min(newer) > DEPLOYED):
         words.append("degraded")
     if found.unreadable:

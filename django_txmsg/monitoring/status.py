@@ -134,6 +134,8 @@ class Status:
     """The runs of flows that wait for a deadline, by service."""
     runs: list[Runs] = field(default_factory=list)
     """The open runs of each flow."""
+    stuck_undos: int = 0
+    """How many runs are stuck at an undo. A brief reading counts only these runs."""
     late_ticks: list[Timing] = field(default_factory=list)
     """The recurring messages that were not stored when they were due."""
     unconsumed: dict[str, str] = field(default_factory=dict)
@@ -231,7 +233,9 @@ def read(*aliases: str, brief: bool = False) -> Status:
         try:
             if using in status.databases:
                 _read_waiting(status, using, names, brief=brief)
-                if not brief:
+                if brief:
+                    status.stuck_undos += runs.stuck(using).total()
+                else:
                     _read_more(status, using)
             _read_queues(status, using, names, brief=brief)
             if databases.is_read_only(using, aliases):

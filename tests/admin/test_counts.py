@@ -383,6 +383,18 @@ def test_a_database_that_does_not_answer_is_named_and_the_others_are_counted(
     assert away == {("other", ""): 1}
 
 
+def test_database_that_fails_while_runs_are_counted_is_reported() -> None:
+    def refuse(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
+        if "failing" in sql:  # a run that undoes its work
+            raise OperationalError("it is away")
+        return execute(sql, *rest)
+
+    with connections["other"].execute_wrapper(refuse):
+        found = health.look()
+
+    assert (found["status"], found["databases"]["other"]) == ("stuck", "no answer")
+
+
 def test_stage_with_a_refused_subscription_has_no_consumer(
     client: Client,
 ) -> None:
