@@ -363,5 +363,5 @@ def _shown(value: object) -> str:
 
 def _is_short(value: object) -> bool:
     # A setting may be a secret. Short plain values help the reader; long ones may be
-    # anything.
-    return len(repr(value)) <= 20
+    # anything, and a URL may contain a password.
+    return len(repr(value)) <= 20 and "://" not in repr(value)

@@ -177,6 +177,14 @@ def test_a_long_value_is_not_repeated_it_may_be_a_secret() -> None:
     assert "password" not in problem.message
 
 
+@pytest.mark.parametrize("url", [b"stomp://a:b@h", ["stomp://a:b@h"]])
+def test_url_of_a_wrong_type_is_not_repeated(url: object) -> None:
+    with override_settings(TXMSG={"BROKERS": {"default": {"URL": url}}}):
+        [problem] = conf.problems()
+
+    assert problem.message == f"must be a string, not {type(url).__name__}."
+
+
 def test_override_settings_takes_effect_and_ends() -> None:
     before = conf.get().SERVICE
     with override_settings(TXMSG={"SERVICE": "elsewhere"}):
