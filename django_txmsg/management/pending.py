@@ -116,7 +116,7 @@ class Reschedule(_PerMessage):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
         when = parser.add_mutually_exclusive_group(required=True)
-        when.add_argument("--delay", type=read_age, metavar="AGE", help="like 30m, 12h")
+        when.add_argument("--delay", type=_delay, metavar="AGE", help="like 30m, 12h")
         when.add_argument(
             "--at", type=_instant, metavar="INSTANT", help="like 2026-11-22T20:00:00Z"
         )
@@ -126,6 +126,11 @@ class Reschedule(_PerMessage):
         return {
             name: options[name] for name in ("delay", "at") if options[name] is not None
         }
+
+
+def _delay(text: str) -> dt.timedelta:
+    # Earlier releases took a number of seconds, without a unit.
+    return read_age(f"{text}s" if text.isdecimal() else text)
 
 
 def _instant(text: str) -> dt.datetime:

@@ -286,6 +286,16 @@ def test_commands_cancel_reschedule_and_report_failures() -> None:
 
 
 @pytest.mark.django_db
+def test_delay_without_a_unit_is_in_seconds() -> None:
+    one = stored()
+
+    call_command("txmsg", "reschedule", str(one), "--delay", "3600")
+
+    delay = OutboxMessage.objects.get(message_id=one).due_at - timezone.now()
+    assert dt.timedelta(minutes=59) < delay <= dt.timedelta(minutes=60)
+
+
+@pytest.mark.django_db
 def test_the_console_cancels_and_reschedules_with_its_permissions(
     somebody: Callable[..., Client],  # noqa: F811 - the fixture
 ) -> None:
