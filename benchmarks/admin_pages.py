@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime as dt
 import json
 import os
 import resource
@@ -94,6 +95,8 @@ def fill(outbox: int, inbox: int, dead: int) -> None:
 
 def pages() -> dict[str, str]:
     """Return a dict with the URLs of all pages. The keys are the pages' names."""
+    from django.utils import timezone
+
     from django_txmsg.dead_letters import bulk
     from django_txmsg.models import DeadLetter, OutboxMessage
 
@@ -101,6 +104,7 @@ def pages() -> dict[str, str]:
     inbox = "/admin/django_txmsg/inboxmessage/"
     dead = "/admin/django_txmsg/deadletter/"
     stored = OutboxMessage.objects.count()
+    hour_ago = f"{timezone.localtime() - dt.timedelta(hours=1):%Y-%m-%dT%H:%M}"
     day = f"{OutboxMessage.objects.order_by('-pk')[0].created_at:%Y-%m-%d}"
     middle = OutboxMessage.objects.order_by("pk")[stored // 2]
     letter = DeadLetter.objects.order_by("pk")[1000]
@@ -113,7 +117,7 @@ def pages() -> dict[str, str]:
         "outbox, dispatched": f"{outbox}?state=dispatched",
         "outbox, one destination": f"{outbox}?destination=place.7",
         "outbox, a rare destination": f"{outbox}?destination=rare.place",
-        "outbox, last hour": f"{outbox}?age=1h",
+        "outbox, last hour": f"{outbox}?since={hour_ago}",
         "outbox, a late page": f"{outbox}?p={min(19, stored // 100)}",
         "outbox, search by message id": f"{outbox}?q={middle.message_id}",
         "outbox, search by flow": f"{outbox}?q=flow-4711",
@@ -173,7 +177,6 @@ def commands() -> list[list[str]]:
         ["order", "list"],
         ["prune_messages", "--dry-run"],
         ["subscriptions", "list"],
-        ["txmsg", "alerts", "list"],
         ["txmsg", "audit"],
         ["txmsg", "bulk", "list"],
         ["txmsg", "flows", "list"],
