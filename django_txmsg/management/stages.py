@@ -12,6 +12,8 @@ from django.db import router, transaction
 from django.db.models import Model
 
 from ..consuming import rates
+from ..envelope import serializers
+from ..errors import TxmsgError
 from ..models import Schedule, StageState
 from ..models.fields import local
 from ..models.monitoring import Deed
@@ -19,6 +21,7 @@ from ..monitoring import pausing, schedule, status
 from ..monitoring.lengths import duration
 from ..monitoring.schedule import Timing
 from ..monitoring.waiting import capped
+from ..scheduling import timetable
 from ..stages import all_stages
 from .terminal import (
     operator,
@@ -48,6 +51,10 @@ class PausingCommand(BaseCommand):
     database: Callable[[str], str]
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        self.add_actions(parser)
+
+    def add_actions(self, parser: argparse.ArgumentParser) -> Any:
+        """Add the actions. Return the object that adds further ones."""
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
         shown = actions.add_parser("list", help=self.listed)
         shown.add_argument("--json", action="store_true")
@@ -55,6 +62,7 @@ class PausingCommand(BaseCommand):
         pause.add_argument("--why", default="", help="The reason, for other operators.")
         for action in (pause, actions.add_parser("resume", help="Go on.")):
             action.add_argument("name", nargs="+", metavar="NAME")
+        return actions
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_tables(router.db_for_write(self.model))
@@ -174,14 +182,55 @@ class Rate(BaseCommand):
 
 
 class Schedules(PausingCommand):
-    """Show, pause and resume recurring messages."""
+    """Show, pause, resume, make and remove recurring messages."""
 
-    help = "Lists, pauses and resumes recurring messages."
+    help = "Lists, pauses, resumes, makes and removes recurring messages."
     noun, model = "recurring message", Schedule
     listed = "Each with its last and next tick."
     paused = "Store no message at its ticks."
     change = staticmethod(pausing.set_recurring)
     database = staticmethod(schedule.database_of)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = self.add_actions(parser)
+        make = actions.add_parser("make", help="Let a message recur from now on.")
+        make.add_argument("name", metavar="NAME")
+        make.add_argument("expression", metavar="EXPRESSION", help="like '0 3 * * *'")
+        make.add_argument("destination", metavar="DESTINATION")
+        make.add_argument("--body", default="null", metavar="JSON")
+        make.add_argument("--tz", metavar="ZONE", help="default: TIME_ZONE")
+        remove = actions.add_parser("remove", help="Remove what `make` has made.")
+        remove.add_argument("name", nargs="+", metavar="NAME")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if options["action"] not in ("make", "remove"):
+            super().handle(*args, **options)
+            return
+        using = router.db_for_write(Schedule)
+        require_tables(using)
+        if options["action"] == "make":
+            self._make(using, options)
+            return
+        for name in options["name"]:
+            with transaction.atomic(using=using):
+                if not timetable.remove_recurring(name):
+                    raise CommandError(f"No recurring message {name!r} was made here.")
+                said = f"Removed recurring message {name}."
+                record(using, Deed.REMOVE, said)
+            self.stdout.write(printable(said))
+
+    def _make(self, using: str, options: dict[str, Any]) -> None:
+        name, expression = options["name"], options["expression"]
+        to = options["destination"]
+        said = timetable.said_made(name, expression, to)
+        try:
+            with transaction.atomic(using=using):
+                body = serializers.loads(options["body"])
+                timetable.make_recurring(name, expression, to, body, tz=options["tz"])
+                record(using, Deed.MAKE, said)
+        except (TxmsgError, ValueError) as error:
+            raise CommandError(f"Nothing was changed: {error}") from error
+        self.stdout.write(printable(said))
 
     def print_all(self, *, as_json: bool) -> None:
         """Print all recurring messages."""

@@ -1,17 +1,21 @@
-"""Recurring messages that are created at run time: by code and on the page."""
+"""Recurring messages that are created at run time: by code, on the page, and by
+command."""
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from io import StringIO
 from typing import Any
 
 import cronsim
 import pytest
 from django.contrib.admin.models import LogEntry
+from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.test import Client
 
@@ -366,3 +370,22 @@ def test_making_needs_its_permission(somebody: Callable[..., Client]) -> None:  
     for verb in ("make", "remove"):
         assert client.post(f"{URL}{verb}/", FORM).status_code == 403
     assert Schedule.objects.count() == 1
+
+
+@pytest.mark.django_db
+def test_the_command_makes_and_removes_a_recurring_message() -> None:
+    def told(*arguments: str) -> str:
+        out = StringIO()
+        call_command("txmsg", "schedule", *arguments, stdout=out)
+        return out.getvalue()
+
+    made = ["make", "made", "0 3 * * *", "tests.made", "--body", '{"a": 1}']
+    assert "Made recurring message made" in told(*made)
+    (found,) = json.loads(told("list", "--json"))["recurring"]
+    assert (found["name"], found["every"]) == ("made", "0 3 * * *")
+    with pytest.raises(CommandError, match="Nothing was changed"):
+        told("make", "made", "0 3 * * *", "tests.made", "--body", "{")
+    assert told("remove", "made") == "Removed recurring message made.\n"
+    with pytest.raises(CommandError, match="was made here"):
+        told("remove", "made")
+    assert AuditEntry.objects.count() == 2
