@@ -124,7 +124,12 @@ def announced(signal: Signal) -> bool:
 
 def on_terminal(signal: Signal) -> bool:
     """Return whether a handler of the project logs this event to stdout or stderr."""
-    level = _EVENTS[signal][1]
+    return printed(log, _EVENTS[signal][1])
+
+
+def printed(log: logging.Logger, level: int) -> bool:
+    """Return whether a handler of the project writes a logger's records of this level
+    to stdout or stderr."""
     logger: logging.Logger | None = log if log.isEnabledFor(level) else None
     while logger:
         for handler in logger.handlers:

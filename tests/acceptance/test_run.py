@@ -295,6 +295,21 @@ def test_changed_code_restarts_the_process(
 
 
 @pytest.mark.sqlite
+def test_restart_is_printed_although_the_log_is_a_file(
+    run: Callable[..., ManageProcess], code: Path
+) -> None:
+    log = code.with_name("log")
+    logging = f"import logging\nlogging.basicConfig(filename={str(log)!r})\n"
+    code.write_text(logging + code.read_text())
+    process = run("--reload")
+    code.write_text(logging + STAGES.replace("VERSION", "second"))
+    process.wait_for_line("service_of_a_test.py changed: starting again")
+    process.terminate()
+    process.succeed()
+    assert "changed: starting again" in log.read_text()
+
+
+@pytest.mark.sqlite
 def test_child_that_does_not_end_is_killed_and_its_message_redelivered(
     run: Callable[..., ManageProcess], code: Path
 ) -> None:

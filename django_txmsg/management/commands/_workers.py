@@ -44,6 +44,7 @@ from ...relaying.relay import Relay
 from ...runtime import liveness
 from ...runtime.connections import LARGE
 from ...runtime.thread_group import start_daemon
+from ...signals import printed
 from ..terminal import say
 from . import _supervisor
 from ._supervisor import Reloader, Supervisor, cores, log
@@ -361,7 +362,8 @@ def _supervise(options: Mapping[str, Any], stderr: Any) -> None:
     if count < 1:
         raise CommandError('--processes must be 1 or more, or "auto".')
     connections.close_all()
-    if not log.hasHandlers():
+    # With `--reload`, somebody looks at the terminal, even if the log is a file.
+    if not (printed(log, logging.WARNING) if reload else log.hasHandlers()):
         handler = logging.StreamHandler(stderr)
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
