@@ -473,5 +473,6 @@ def test_the_modules_that_are_watched_are_the_projects_own() -> None:
     seen = dict(_supervisor.files())
     assert str(Path(retention.__file__)) in seen
     assert str(Path(__file__)) in seen
+    assert str(ROOT / "tests" / "manage.py") in seen  # beside the settings
     assert not [one for one in seen if "site-packages" in one]
     assert os.__file__ not in seen

@@ -354,10 +354,14 @@ class Reloader(Supervisor):
 
 def files() -> Iterator[tuple[str, float]]:
     """Yield the path and the modification time of each of the project's own Python
-    files: those of its applications, and of its other imported modules, such as its
-    settings."""
+    files: those of its applications, those beside its settings, and those of its other
+    imported modules."""
     found: set[str] = set()
-    for root in filter(_own, {config.path for config in apps.get_app_configs()}):
+    roots = {config.path for config in apps.get_app_configs()}
+    settings = sys.modules.get(os.environ.get("DJANGO_SETTINGS_MODULE", ""))
+    if file := getattr(settings, "__file__", None):
+        roots.add(str(Path(file).parent))
+    for root in filter(_own, roots):
         for folder, folders, names in os.walk(root):
             folders[:] = [
                 one for one in folders if one[0] != "." and one not in _FOREIGN
