@@ -256,6 +256,12 @@ def _hand_back(control: ControlMessage, look: Look) -> str:
             control.using,
         )
     if age > FOREIGN_FOR:
+        log.info(
+            "dropped a control message for session %s from database %s: no process of "
+            "that database has taken it",
+            control.session_id,
+            control.database,
+        )
         return "another_database"
     # At the second check the message goes back: a pause lasts longer than half of the
     # next one.

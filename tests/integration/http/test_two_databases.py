@@ -8,6 +8,7 @@ they share a queue.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import json
 import uuid
@@ -19,6 +20,7 @@ from typing import Any
 import psycopg
 import pytest
 from django.db import connection
+from django.utils import timezone
 
 from django_txmsg import wire
 from django_txmsg.http_outbox import (
@@ -144,6 +146,12 @@ def test_a_control_message_of_another_database_goes_back_after_one_pause(
     assert first.hold > 0
     assert second.hold <= first.after
     assert "the clock of the sender's host is wrong" in caplog.text
+
+    late = timezone.now() - dt.timedelta(seconds=control_receive.FOREIGN_FOR + 1)
+    old = dataclasses.replace(foreign, sent_at=late)
+    outcome = control_receive._hand_back(old, control_receive.Look())
+    assert outcome == "another_database"
+    assert f"dropped a control message for session {old.session_id}" in caplog.text
 
 
 def test_a_control_message_names_its_database_and_an_old_one_does_not() -> None:
