@@ -162,10 +162,10 @@ def after_commit(
 
 def already_stored(ids: Sequence[uuid.UUID]) -> DuplicateMessage:
     """Return the error for messages whose ids are stored already."""
+    named = ", ".join(map(str, list(dict.fromkeys(ids))[:5]))
     return DuplicateMessage(
-        f"Message {', '.join(map(str, ids[:5]))} is stored already, and an id is "
-        f"stored once. If this is a retry, the first call has done the work; for "
-        f"another message, use another id."
+        f"Message {named} is stored already, and an id is stored once. If this is a "
+        f"retry, the first call has done the work; for another message, use another id."
     )
 
 

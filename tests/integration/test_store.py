@@ -145,6 +145,11 @@ def test_duplicate_in_send_messages_stores_none(count: int) -> None:
                 {"destination": "orders", "body": n, "message_id": ids[0]}
                 for n in range(count)
             )
+        with pytest.raises(DuplicateMessage, match=f"^Message {ids[1]} is stored"):
+            send_messages(
+                {"destination": "orders", "body": n, "message_id": ids[1]}
+                for n in range(count)
+            )
         Order.objects.create(number="1")
     assert OutboxMessage.objects.count() == Order.objects.count() == 1
 
