@@ -46,11 +46,21 @@ class SessionManager(SqlManager):
         if the session has already committed.
 
         Raises OperationalError if the session's transaction is committing and takes
-        longer than PATIENCE. SQLite waits for its usual time-out instead.
+        longer than PATIENCE. The one thread that checks sessions has to go on soon.
         """
-        with transaction.atomic(using=self.db):
-            limit_waits(connections[self.db], PATIENCE)
-            return self._insert(session_id, SessionStatus.TOMBSTONE)
+        connection = connections[self.db]
+        if connection.vendor == "postgresql":
+            with transaction.atomic(using=self.db):
+                limit_waits(connection, PATIENCE)
+                return self._insert(session_id, SessionStatus.TOMBSTONE)
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout")
+            (usual,) = cursor.fetchone()
+            cursor.execute(f"PRAGMA busy_timeout = {int(PATIENCE * 1000)}")
+            try:
+                return self._insert(session_id, SessionStatus.TOMBSTONE)
+            finally:
+                cursor.execute(f"PRAGMA busy_timeout = {usual}")
 
     def given_up(self, since: dt.timedelta) -> int:
         """Return the number of tombstones whose age is at most `since`."""

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import unittest
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ from django.test import AsyncClient, Client, TestCase, override_settings
 from django.urls import path
 
 from django_txmsg import middleware, no_outbox, outbox_session, send_message
-from django_txmsg.models import OutboxMessage
+from django_txmsg.models import OutboxMessage, SessionRecord
 from tests.app.models import Order
 from tests.faults import wait_until
 from tests.sampling import sample
@@ -328,6 +329,24 @@ def test_a_get_waits_for_no_writer(client, writing, path) -> None:
         assert client.get(path).status_code == 200
     finally:
         connection.close()
+
+
+@pytest.mark.sqlite
+def test_a_tombstone_waits_for_no_writer(writing) -> None:
+    """One thread checks the sessions of all control messages, so it does not wait as
+    long as a view may."""
+    session_id = uuid.uuid4()
+    with connection.cursor() as cursor:
+        cursor.execute("PRAGMA busy_timeout = 60000")
+        try:
+            began = time.monotonic()
+            with pytest.raises(OperationalError, match="locked"):
+                SessionRecord.objects.give_up(session_id)
+            assert time.monotonic() - began < 30
+            cursor.execute("PRAGMA busy_timeout")
+            assert cursor.fetchone() == (60000,)
+        finally:
+            connection.close()
 
 
 @pytest.mark.sqlite
