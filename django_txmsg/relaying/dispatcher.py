@@ -94,9 +94,7 @@ class Dispatcher:
                 ids = self._waiting.get(timeout=self._until_again())
             except queue.Empty:
                 if not self._again:
-                    recycle(idle=True)
-                    # The relay has its messages, and works or has its own outage.
-                    self._breaker.worked(opened=lane.opened)
+                    self._tidy(lane, idle=True)
                     continue
                 ids = []
             stopping = ids is None
@@ -116,11 +114,23 @@ class Dispatcher:
             for tries, some in [(0, batch), *self._due_again()]:
                 if some and not self._breaker.remaining and self._retry.ready:
                     self._dispatch(lane, some, tries)
-                    recycle()
+                    self._tidy(lane, idle=False)
             ended = time.monotonic()
             rested = ended + min(LONGEST_REST, REST * (ended - began))
         lane.close()
         connections.close_all()
+
+    def _tidy(self, lane: Lane, *, idle: bool) -> None:
+        """Return connections as CONN_MAX_AGE permits. Like `_dispatch()`, this raises
+        nothing that a pool or a log raises."""
+        try:
+            recycle(idle=idle)
+            if idle:
+                # The relay has its messages, and works or has its own outage.
+                self._breaker.worked(opened=lane.opened)
+        except BaseException:
+            with suppress(Exception):
+                log.exception("the dispatcher failed between two commits; it goes on")
 
     def _until_again(self) -> float:
         if not self._again:

@@ -402,6 +402,39 @@ def test_without_commits_the_thread_forgets_that_the_broker_has_failed(
         wait_until(lambda: not breaker.outages())
 
 
+def test_a_log_that_raises_between_commits_does_not_end_the_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "django_txmsg.breaker")
+    tried = threading.Event()
+
+    class Refuses(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            tried.set()
+            raise OSError("the disk is full")
+
+    handler = Refuses()
+    logger = logging.getLogger("django_txmsg.breaker")
+    monkeypatch.setattr(dispatcher, "IDLE", 0.05)
+    with (
+        ScriptedBroker(RABBITMQ) as rabbitmq,
+        txmsg(BROKERS={"default": {"URL": rabbitmq.url}}, DISPATCH_ON_COMMIT="thread"),
+    ):
+        rabbitmq.stop()
+        send()
+        wait_until(breaker.outages)
+        rabbitmq.restart()
+        ship()
+        logger.addHandler(handler)
+        try:
+            monkeypatch.setattr(breaker, "QUIET", 0.05)
+            assert tried.wait(30)  # says that the broker works again
+        finally:
+            logger.removeHandler(handler)
+        send()
+        wait_until(lambda: not pending())
+
+
 def test_rows_that_another_process_holds_do_not_end_an_outage() -> None:
     """A broker with a memory alarm accepts sessions, but answers no message. A dispatch
     that claims no row proves nothing about messages."""
