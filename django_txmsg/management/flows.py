@@ -27,6 +27,7 @@ from .terminal import (
     print_list,
     printable,
     read_age,
+    read_option,
     record,
     say,
     values,
@@ -167,8 +168,8 @@ def _selected(using: str, options: dict[str, Any]) -> models.QuerySet[Run]:
     for name in ("flow", "key", "step"):
         if options[name]:
             rows = rows.filter(**{name: options[name]})
-    if options["older_than"] is not None:
-        ago = Later(-options["older_than"].total_seconds())
+    if (age := read_option(options, "older_than", read_age)) is not None:
+        ago = Later(-age.total_seconds())
         rows = rows.filter(since__lte=ago)
     state = options["state"] or ("" if options["runs"] else "open")
     return rows.filter(runs.states()[state]) if state else rows

@@ -24,6 +24,7 @@ from .terminal import (
     operator,
     print_list,
     read_age,
+    read_option,
     record,
     say,
     values,
@@ -124,7 +125,9 @@ class Reschedule(_PerMessage):
     def given(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the delay or the instant."""
         return {
-            name: options[name] for name in ("delay", "at") if options[name] is not None
+            name: read_option(options, name, read)
+            for name, read in (("delay", _delay), ("at", _instant))
+            if options[name] is not None
         }
 
 

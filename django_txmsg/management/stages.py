@@ -28,6 +28,7 @@ from .terminal import (
     print_list,
     printable,
     read_age,
+    read_option,
     record,
     require_tables,
     values,
@@ -159,7 +160,7 @@ class Rate(BaseCommand):
                     raise CommandError(f"No stage {name!r} has a changed rate.")
                 said = f"Stage {name} has its own rate again."
             else:
-                age = options["age"]
+                age = read_option(options, "age", read_age)
                 rates.limit(name, options["rate"], age, by=operator())
                 said = (
                     f"Stage {name} has a rate of {options['rate']} for {duration(age)}."

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from django.core.management.base import (
@@ -267,6 +267,20 @@ def read_age(text: str) -> dt.timedelta:
             f"{text!r} is too long: at most {LONGEST}d are possible"
         )
     return dt.timedelta(days=days)
+
+
+def read_option(
+    options: Mapping[str, Any], name: str, read: Callable[[str], Any]
+) -> Any:
+    """Return the value of an option. Read a text or a number that was given to
+    `call_command()` by keyword, which no parser has read."""
+    value = options.get(name)
+    if not isinstance(value, str | int):
+        return value
+    try:
+        return read(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise CommandError(f"{name}: {error}") from None
 
 
 # The operator, and the audit entry of the operator's action.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import io
 import re
 import uuid
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 from django.core.management import (
@@ -16,6 +19,7 @@ from django.core.management import (
     load_command_class,
 )
 
+from tests import factories
 from tests.sampling import sample
 
 #: What Django's own options are read as.
@@ -160,3 +164,26 @@ def test_a_wrong_argument_is_refused_in_one_sentence(line: str, error: str) -> N
         call_command(*line.format(id=ID).split())
     assert "Deed." not in str(refused.value)
     assert "ACTION, ID" not in str(refused.value)
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("words", "options", "problem"),
+    [
+        ("dead_letters list", {"older_than": "7d"}, ""),
+        ("dead_letters list", {"older_than": dt.timedelta(days=7)}, ""),
+        ("dead_letters list", {"older_than": "soon"}, "older_than: 'soon' is not"),
+        ("dead_letters mute --fingerprint feed --text x", {"duration": "8h"}, ""),
+        ("txmsg flows list", {"older_than": "7d"}, ""),
+        ("prune_messages", {"batch_size": 0}, "batch_size: must be 1 or more"),
+        ("relay", {"once": True, "batch_size": 0}, "batch_size: must be 1 or more"),
+        ("consume", {"once": True, "concurrency": 0}, "concurrency: must be 1 or more"),
+    ],
+)
+def test_options_given_by_keyword_are_read(
+    words: str, options: dict[str, Any], problem: str
+) -> None:
+    factories.DeadLetterFactory(fingerprint="feed")
+    refused = pytest.raises(CommandError, match=problem) if problem else nullcontext()
+    with refused:
+        call_command(*words.split(), stdout=io.StringIO(), **options)

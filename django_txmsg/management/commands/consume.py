@@ -8,7 +8,14 @@ from typing import Any
 from ...consuming.consumer import Consumer
 from ...monitoring.databases import with_only_queues, with_tables
 from ...stages import find
-from ..terminal import SEARCHED, DatabaseCommand, positive, require_tables, say
+from ..terminal import (
+    SEARCHED,
+    DatabaseCommand,
+    positive,
+    read_option,
+    require_tables,
+    say,
+)
 from ._workers import add_arguments, working
 
 
@@ -28,7 +35,8 @@ class Command(DatabaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         require_tables(*with_tables(), *with_only_queues(), waits=True)
         stages = find(options["stages"])
-        consumer = Consumer(stages, concurrency=options["concurrency"])
+        threads = read_option(options, "concurrency", positive)
+        consumer = Consumer(stages, concurrency=threads)
         with working(consumer.stop, options, self.stderr):
             if options["verbosity"] > 0:
                 names = ", ".join(stage.name for stage in stages)

@@ -39,6 +39,7 @@ from ..terminal import (
     printable,
     printable_lines,
     read_age,
+    read_option,
     record,
     require_stage,
     values,
@@ -254,8 +255,8 @@ class Command(DatabaseCommand):
         filters = {name: options[name] for name in names if options[name] is not None}
         if options["again"]:
             filters["again"] = True
-        if options["older_than"] is not None:
-            filters["before"] = (clock(using) - options["older_than"]).isoformat()
+        if (age := read_option(options, "older_than", read_age)) is not None:
+            filters["before"] = (clock(using) - age).isoformat()
         if options["ids"]:
             filters["ids"] = self._ids(using, options["ids"])
         if options["all"] and filters:
@@ -290,7 +291,7 @@ class Command(DatabaseCommand):
                 options["fingerprint"],
                 note=options["text"],
                 muted=None if action == "note" else action == "mute",
-                duration=options.get("duration"),
+                duration=read_option(options, "duration", read_age),
                 above=options.get("above"),
                 by=f"command: {operator()}",
             )

@@ -14,6 +14,7 @@ from ..terminal import (
     DatabaseCommand,
     chosen_database,
     positive,
+    read_option,
     require_tables,
     say,
 )
@@ -37,6 +38,7 @@ class Command(DatabaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         home = chosen_database(options, OutboxMessage)
+        size = read_option(options, "batch_size", positive)
         for kind, using in retention.places(options["database"]):
             name = kind.name
             if using != home:
@@ -48,7 +50,6 @@ class Command(DatabaseCommand):
                 number = retention.count(kind, using)
                 self.stdout.write(f"{name}: {number} would be deleted.")
             else:
-                size = options["batch_size"]
                 number = sum(retention.prune(kind, using, batch_size=size))
                 self._say(options, f"{name}: {number} deleted.")
 

@@ -16,7 +16,7 @@ from ...monitoring.periods import Charts
 from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time, ticked
 from ...scheduling.timekeeper import Timekeeper
-from ..terminal import positive, require_tables, say
+from ..terminal import positive, read_option, require_tables, say
 from ._workers import add_arguments, heartbeat, not_served, working
 
 
@@ -48,7 +48,8 @@ class Command(BaseCommand):
         if unknown:
             raise CommandError(f"No broker {unknown[0]!r} under TXMSG['BROKERS'].")
         require_tables(*databases, *with_only_queues(*brokers), waits=True)
-        relay = Relay(databases, brokers, batch_size=options["batch_size"])
+        size = read_option(options, "batch_size", positive)
+        relay = Relay(databases, brokers, batch_size=size)
         time_loops = [Timekeeper(databases), Deadlines(databases)]
         with ExitStack() as stack:
             stack.enter_context(working(relay.stop, options, self.stderr))
