@@ -259,6 +259,13 @@ def test_audit_of_a_command_describes_its_filter_in_words() -> None:
     )
 
 
+@pytest.mark.parametrize("action", ["list", "groups"])
+def test_dry_run_of_a_list_prints_the_list(action: str) -> None:
+    factories.DeadLetterFactory()
+
+    assert run("dead_letters", action, "--dry-run") == run("dead_letters", action)
+
+
 def test_a_dry_run_says_how_many_and_does_nothing() -> None:
     factories.DeadLetterFactory.create_batch(3, created_at=factories.ago(days=2))
     fresh = factories.DeadLetterFactory()

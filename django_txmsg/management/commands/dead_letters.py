@@ -408,13 +408,13 @@ def _add_selection(add: Callable[..., Any], ids: str) -> None:
     )  # fmt: skip
     add("--search", type=not_blank, help="message id, correlation id or key")
     add("--json", action="store_true", help="print JSON")
+    add(
+        "--dry-run", action="store_true",
+        help="of a change: print how many, and a token for --shown",
+    )  # fmt: skip
 
 
 def _add_change(add: Callable[..., Any], action: str) -> None:
-    add(
-        "--dry-run", action="store_true",
-        help="print how many, and a token for --shown",
-    )  # fmt: skip
     add(
         "--shown", metavar="TOKEN",
         help="the token of a --dry-run: change exactly the dead letters it counted, "
