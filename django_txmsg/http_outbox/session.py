@@ -26,6 +26,8 @@ from . import control_group
 from .control_message import announce
 
 log = logging.getLogger("django_txmsg.session")
+#: Of a session's own control message: users have alarms on the names of loggers.
+control_log = logging.getLogger("django_txmsg.control")
 
 
 class OutboxSession:
@@ -157,8 +159,10 @@ class OutboxSession:
     def _announce(self) -> None:
         assert self._scope is not None
         metadata, newest = check_headers(self.metadata), self._scope.newest
+        by = log
         try:
             if self._group is None or newest is None or metadata:
+                by = control_log
                 known = self._scope.transactions.get(connections[self.using])
                 announce(self.using, self._join()[0], metadata, known)
                 return
@@ -167,7 +171,7 @@ class OutboxSession:
             # The INSERT into a broker's tables may have aborted this transaction.
             if conf.get().HTTP.ON_CONTROL_FAILURE == "fail" or self.spoiled:
                 raise
-            log.info("session %s commits without a control message: %s", self.id, error)
+            by.info("session %s commits without a control message: %s", self.id, error)
         else:
             if self._scope.newest != newest:  # a receiver of the signal has stored more
                 self._announce()

@@ -327,12 +327,19 @@ def test_where_no_thread_can_start_requests_go_on(grouped, monkeypatch, heard) -
 
 
 def test_without_a_group_settings_decide_what_an_outage_means(
-    settings_for, proxy, heard
+    settings_for, proxy, heard, caplog
 ) -> None:
+    caplog.set_level("INFO", "django_txmsg")
     proxy.refuse()
     with settings_for():
         store()
         assert OutboxMessage.objects.count() == 1
+    with settings_for(CONTROL_GROUP=0):
+        store()
+        OutboxMessage.objects.latest("pk").delete()
+    lines = [one for one in caplog.records if "without a control" in one.message]
+    names = [one.name for one in lines]
+    assert names == ["django_txmsg.session", "django_txmsg.control"]
     with settings_for(ON_CONTROL_FAILURE="fail"):
         with pytest.raises(Exception, match="broker"):
             store()
