@@ -277,20 +277,22 @@ class Ledger:
         self, where: str, columns: Sequence[Column]
     ) -> dict[Row, tuple[int, bool]]:
         """Return the checksums of rows, and whether they are settled. No other session
-        can change the rows before the transaction ends."""
+        can change the settled rows before the transaction ends."""
         settled = self._settled(self.clock()[0], None)
         rows = f"FROM {self.table.relation} AS t WHERE {where}"
-        if self.spec.vendor == "postgresql":
+        postgresql = self.spec.vendor == "postgresql"
+        # Another row may be locked for as long as its handler runs.
+        lock = " FOR UPDATE OF t" if postgresql else ""
+        ended = self.connection.rows(f"SELECT t.id {rows} AND {settled}{lock}")
+        may_go = {row for (row,) in ended}
+        if postgresql:
             message = f"{self.table.column('message_id').sql}::text"
             if any(one.name == "stage" for one in columns):
                 message += " || '/' || t.stage"
             known = self.connection.rows(
-                f"SELECT t.id, {message}, {postgres_sql(columns)}, {settled} {rows}"
-                " FOR UPDATE OF t"
+                f"SELECT t.id, {message}, {postgres_sql(columns)} {rows}"
             )
-            return {(row, whom): (value, ends) for row, whom, value, ends in known}
-        ended = self.connection.rows(f"SELECT t.id {rows} AND {settled}")
-        may_go = {row for (row,) in ended}
+            return {(row, whom): (value, row in may_go) for row, whom, value in known}
         found: dict[Row, tuple[int, bool]] = {}
         for part in read_rows(self.connection.raw, self.table, columns, where):
             values = row_hashes(part, columns)

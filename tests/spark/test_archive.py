@@ -265,6 +265,29 @@ def test_a_body_changed_behind_our_back_is_never_deleted(
     assert rows[3] == changed
 
 
+def test_a_locked_row_that_is_no_longer_settled_is_not_waited_for(
+    pg_log: Log, lake: LakeSpec
+) -> None:
+    """A relay or a handler may hold the lock for as long as it runs."""
+    pg_log.send_many(50)
+    name = pg_log.value("SELECT current_database()")
+    pg_log.execute(f"ALTER DATABASE \"{name}\" SET lock_timeout = '2s'")
+
+    with pg_log.connected() as relay:
+
+        def send_again(step: str) -> None:
+            if step == "committed":
+                table = "django_txmsg_outboxmessage"
+                pg_log.execute(f"UPDATE {table} SET dispatched_at = NULL WHERE id = 3")
+                relay.raw.autocommit = False
+                relay.execute(f"SELECT id FROM {table} WHERE id = 3 FOR UPDATE")
+
+        result = archive(None, pg_log, lake, on_step=send_again)
+
+    assert (result.rows, pg_log.count()) == (49, 1)
+    assert "id 3" in result.refused[0]
+
+
 def test_two_archives_of_a_table_exclude_each_other(
     spark, log: Log, lake: LakeSpec
 ) -> None:
