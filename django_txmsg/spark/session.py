@@ -233,10 +233,11 @@ class SparkProcess:
         if not (job := self.job):
             return None
         code = facts = None
+        hangs = False
         if self._process is not None:
             code, facts = self._process.poll(), self._answer()
-            late = time.monotonic() - self._since >= LONGEST_RUN.total_seconds()
-            if facts is None and code is None and not late:
+            hangs = facts is None and code is None
+            if hangs and time.monotonic() - self._since < LONGEST_RUN.total_seconds():
                 return None
         if facts is None:
             error = self._error or "it had not ended after a day, and was killed"
@@ -246,7 +247,7 @@ class SparkProcess:
         self.job, failed, was_new = "", "error" in facts, self._runs <= 1
         if failed or self._runs >= RUNS:
             self.stop()
-        if failed and not was_new:
+        if failed and not (was_new or hangs):
             self.start(job, *self._words)
             return None
         return facts

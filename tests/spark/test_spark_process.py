@@ -146,14 +146,19 @@ def test_a_suspended_process_is_ended(beside: Callable[..., SparkProcess]) -> No
     assert not left
 
 
+@pytest.mark.parametrize("reused", [False, True])
 def test_a_run_that_never_ends_is_killed_and_reported(
-    beside: Callable[..., SparkProcess], monkeypatch
+    beside: Callable[..., SparkProcess], monkeypatch, reused: bool
 ) -> None:
     one = beside()
+    if reused:
+        assert run(one, "views")["state"] == "clean"
     one.start("verify")
     [process] = children()
     os.kill(process, signal.SIGSTOP)
     assert one.poll() is None
     monkeypatch.setattr(session, "LONGEST_RUN", timedelta(0))
-    assert "had not ended after a day" in answer(one)["error"]
+    facts = one.poll()
+    assert facts is not None
+    assert "had not ended after a day" in facts["error"]
     assert not children()
