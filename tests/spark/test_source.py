@@ -135,13 +135,16 @@ def test_a_filter_runs_in_the_database(spark, pg_log: Log) -> None:
 
     frame = spark.read.format("txmsg").options(**options(pg_log)).load()
 
-    def plan(frame: Any) -> str:
-        executed = frame.where("id > 5")._jdf.queryExecution().executedPlan()
+    def plan(frame: Any, condition: str) -> str:
+        executed = frame.where(condition)._jdf.queryExecution().executedPlan()
         return executed.toString()
 
-    assert "(id#" in plan(frame.localCheckpoint())
-    # Nothing is left to filter above the scan.
-    assert "(id#" not in plan(frame)
+    stored = f"created_at = '{LONG_AGO.isoformat()}'"
+    for name, condition in (("id", "id > 5"), ("created_at", stored)):
+        assert f"({name}#" in plan(frame.localCheckpoint(), condition)
+        # Nothing is left to filter above the scan.
+        assert f"({name}#" not in plan(frame, condition)
+    assert [row.id for row in frame.where(stored).collect()] == [1]
     transactions = {row.created_xid for row in frame.collect()}
     listed = ", ".join(map(str, [*transactions, 1]))
     assert frame.where(f"created_xid IN ({listed})").count() == 10

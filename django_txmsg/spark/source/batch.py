@@ -168,7 +168,8 @@ def _condition(one: Filter, table: Table, database: Database) -> str | None:
     sign = _COMPARISONS[kind][0] if kind in _COMPARISONS else ""
     # Spark and the database may order text differently. SQLite stores an instant as one
     # of several texts.
-    unsafe = ("text", "uuid") if sign[:1] in ("<", ">") else ("instant",)
+    ordered = sign[:1] in ("<", ">")
+    unsafe = ("text", "uuid") if ordered else ("instant",) if sqlite else ()
     if not sign or column.kind in unsafe:
         return None
     if sqlite and column.kind == "instant":
