@@ -146,12 +146,13 @@ def is_mounted(spec: JobSpec, *, insist: bool = False) -> bool:
 
 
 def marks_of(source: SourceSpec) -> list[tuple[Table, list[Mark]]]:
-    """Return the tables that a database has archived, each with its marks. Returns []
-    if the marks cannot be read."""
+    """Return the tables that a database has archived, each with its marks. Tables that
+    only newer code knows are left out. Returns [] if the marks cannot be read."""
     # The database is away, which the job will report, or the role may read only the
     # log.
     with suppress(EnvironmentFault), closing(connect_plain(source)) as connection:
-        return [(TABLES[name], one) for name, one in marks_in(connection).items()]
+        found = marks_in(connection).items()
+        return [(TABLES[name], marks) for name, marks in found if name in TABLES]
     return []
 
 

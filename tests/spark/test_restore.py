@@ -18,6 +18,7 @@ from deltalake import DeltaTable
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs.archive import ArchiveOptions
 from django_txmsg.spark.lake import Lake
+from django_txmsg.spark.ledger import Marks
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from tests.sampling import sample
 from tests.services import PostgreSQL
@@ -104,6 +105,20 @@ def test_batch_lost_by_the_lake_before_deletion_is_archived_again(
 
     assert (done.rows, done.refused) == (250, [])
     assert_moved_once(before, log, lake, set(before))
+
+
+def test_marks_of_a_table_that_only_newer_code_has_are_ignored(
+    make_log: Callable[..., Log], lake: LakeSpec
+) -> None:
+    log = make_log("sqlite")
+    log.send_many(5)
+    with log.connected() as connection:
+        Marks(connection, "newer").place(str(uuid.uuid4()), lake.uri, 3)
+
+    words = ("archive", "--older-than", "1d", "--dry-run")
+    would = outcome(JobSpec((log.spec,), lake), *words)
+
+    assert would.counts["outbox"] == 5
 
 
 def test_unmounted_lake_is_not_created_again(
