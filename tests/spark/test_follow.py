@@ -980,7 +980,7 @@ def test_dry_run_and_failed_round_are_reported(
     spec = JobSpec((log.spec,), LakeSpec(f"file://{tmp_path}/lake"))
     words = ["follow", "--older-than", "1d", "--once"]
     would = outcome(spec, *words, "--dry-run")
-    assert (would.exit_code, would.facts["outbox"]) == (0, 5)
+    assert (would.exit_code, would.facts["outbox"], would.facts["run"]) == (0, 5, None)
     assert log.count("django_txmsg_pipelinealert") == 0
     (tmp_path / "lake").touch()
     for more in (["--dry-run"], []):

@@ -57,7 +57,7 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Run:
         _insist_on_the_request(given)
     record: AbstractContextManager[Run]
     if _leaves_no_record(given):
-        record = nullcontext(Run(given.job, _recordable(given)))
+        record = nullcontext(Run(given.job, _recordable(given), id=""))
     else:
         request = None if given.dry_run else getattr(given, "request", None)
         record = recorded(spec, given.job, _recordable(given), request)
@@ -74,7 +74,7 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Run:
             f"{given.job}: {run.rows:,} rows in {seconds:,.1f} s, {run.state}."
         )
     run.facts |= {
-        "job": given.job, "run": run.id, "state": run.state, "rows": run.rows,
+        "job": given.job, "run": run.id or None, "state": run.state, "rows": run.rows,
         "counts": run.counts, "seconds": round(seconds, 3), "exit_code": run.exit_code,
     }  # fmt: skip
     return run
