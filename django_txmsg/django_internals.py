@@ -19,6 +19,8 @@ from typing import Any
 from django.db import Error, connections, transaction
 from django.db.transaction import TransactionManagementError
 
+#: A function that Django calls after a commit.
+Hook = Callable[[], object]
 #: psycopg's TransactionStatus INERROR, in which COMMIT means ROLLBACK, and UNKNOWN, in
 #: which the connection is gone.
 _SPOILED = (3, 4)
@@ -206,14 +208,22 @@ def hear_rollbacks(connection: Any, hear: Callable[[bool], None]) -> Callable[[]
 
 
 @contextmanager
-def under_savepoint(connection: Any, name: str) -> Iterator[None]:
+def under_savepoint(
+    connection: Any, name: str, wrap: Callable[[Hook], Hook]
+) -> Iterator[None]:
     """While the block runs, register on_commit hooks under this savepoint, so that its
-    rollback drops them."""
+    rollback drops them. Afterwards, `wrap` the hooks whose errors would keep Django
+    from calling the hooks behind them."""
+    first = len(connection.run_on_commit)
     connection.savepoint_ids.append(name)
     try:
         yield
     finally:
         connection.savepoint_ids.pop()
+    connection.run_on_commit[first:] = [
+        (savepoints, hook if robust else wrap(hook), robust)
+        for savepoints, hook, robust in connection.run_on_commit[first:]
+    ]
 
 
 def last_hook(connection: Any) -> Callable[[], object] | None:

@@ -16,7 +16,7 @@ from contextvars import copy_context
 from django.db import Error, connections, transaction
 
 from .. import tracing
-from ..django_internals import must_roll_back, raw, under_savepoint
+from ..django_internals import Hook, must_roll_back, raw, under_savepoint
 from ..errors import DecodeError, NewerCodeNeeded
 from ..models.inbox_arrival import InboxRecord
 from ..runtime import database_health
@@ -48,7 +48,7 @@ class Savepoints:
         name = f"txmsg_{next(self._numbers)}"
         self._begin(name)
         try:
-            with under_savepoint(connections[self._using], name):
+            with under_savepoint(connections[self._using], name, _alone):
                 yield
         except BaseException:
             try:
@@ -69,6 +69,19 @@ class Savepoints:
             for statement in sql:
                 cursor.execute(statement)
         self._last = name
+
+
+def _alone(hook: Hook) -> Hook:
+    """Return a hook that logs the error of `hook`: if it raised the error, Django would
+    drop the hooks of the other messages."""
+
+    def run() -> None:
+        try:
+            hook()
+        except Exception as late:
+            protocol.log_late(late)
+
+    return run
 
 
 Work = tuple[Arrival, InboxRecord]

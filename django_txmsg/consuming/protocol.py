@@ -314,6 +314,16 @@ def ours(after_run: Any = None) -> Iterator[None]:
         raise Undecided(error) from error
 
 
+def log_late(error: Exception) -> None:
+    """Log the error of a hook after the commit."""
+    log.error(
+        "an on_commit hook raised after the commit; the message is processed and is "
+        "not processed again: %s",
+        error,
+        exc_info=error,
+    )
+
+
 class StageTransaction(Block):
     """A context manager for one transaction of a stage.
 
@@ -338,8 +348,4 @@ class StageTransaction(Block):
         except Exception as late:
             if not self.committed:
                 raise
-            log.exception(
-                "an on_commit hook raised after the commit; the message is processed "
-                "and is not processed again: %s",
-                late,
-            )
+            log_late(late)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from functools import partial
 
 import pytest
 from django.db import OperationalError, connection, transaction
@@ -220,3 +221,21 @@ def test_a_stop_in_the_middle_loses_and_repeats_nothing() -> None:
     assert effects() == sorted(str(n) for n in range(60))
     assert not InboxMessage.objects.exclude(attempts=1).exists()
     assert outgoing() == 60
+
+
+def test_hook_that_raises_keeps_no_other_message_from_its_hooks() -> None:
+    ran: list[object] = []
+
+    def handler(message: Message) -> None:
+        def hook() -> None:
+            if message.body == 1:
+                raise ValueError("of the hook")
+            ran.append(message.body)
+
+        transaction.on_commit(partial(hook))
+
+    with declared(handler, batch=10) as stage:
+        send_many(stage.destination, [0, 1, 2, 3])
+        step(stage)
+    assert ran == [0, 2, 3]
+    assert InboxMessage.objects.filter(processed_at__isnull=False).count() == 4
