@@ -182,6 +182,23 @@ def test_broker_s_own_database_is_named_to_erase() -> None:
     assert both.queues == ()
 
 
+def test_listen_database_is_a_route_to_the_outbox_s_database() -> None:
+    """Behind a pooler, only this alias is a direct connection: a job that gets it uses
+    the replica, and connects to the same database only once."""
+    txmsg = {
+        "SERVICE": "shop",
+        "LISTEN_DATABASE": "other",
+        "LAKE": {"URI": "s3://b/l", "READER": "postgresql://replica/shop"},
+    }
+    for pipeline in ({}, {"DATABASES": ["default"]}):
+        with override_settings(TXMSG={**txmsg, "PIPELINE": pipeline}):
+            spec = job_spec("other")
+
+        assert [one.url for one in spec.services] == [source_spec("other", "shop").url]
+        assert spec.service().reading().url == "postgresql://replica/shop"
+        assert spec.queues == ()
+
+
 def test_former_names_of_the_service_are_names_in_its_lake() -> None:
     renamed = {"SERVICE": "delivery", "FORMER_SERVICES": ("shipping",)}
     with override_settings(TXMSG={**renamed, "LAKE": "s3://b/l"}):

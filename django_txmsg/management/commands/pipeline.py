@@ -118,12 +118,15 @@ def job_spec(alias: str) -> JobSpec:
     txmsg = conf.get()
     retention, given, pipeline = txmsg.RETENTION, txmsg.LAKE, txmsg.PIPELINE
     source, lake = source_spec(alias, txmsg.SERVICE), None
+    outbox = router.db_for_write(OutboxMessage)
+    # LISTEN_DATABASE is another route to the outbox's database.
+    routes = (alias, outbox) if alias == txmsg.LISTEN_DATABASE else (alias,)
     declared = stages.all_stages()
     unlogged = [one for one in declared if one.transaction in _UNLOGGED]
     if given is not None:
         former = dict.fromkeys(txmsg.FORMER_SERVICES, txmsg.SERVICE)
         lake = LakeSpec(given.URI, given.KEEP_BODIES, given.STORAGE_OPTIONS, former)
-        if given.READER and alias == router.db_for_write(OutboxMessage):
+        if given.READER and outbox in routes:
             source = _read_by(source, str(given.READER))
     return JobSpec(
         services=(
@@ -131,7 +134,7 @@ def job_spec(alias: str) -> JobSpec:
             *(
                 source_spec(one, txmsg.SERVICE)
                 for one in pipeline.DATABASES
-                if one != alias
+                if one not in routes
             ),
         ),
         lake=lake,
@@ -170,7 +173,7 @@ def job_spec(alias: str) -> JobSpec:
         queues=tuple(
             source_spec(one, txmsg.SERVICE)
             for one in brokers_by_database()
-            if one not in (alias, *pipeline.DATABASES)
+            if one not in (*routes, *pipeline.DATABASES)
         ),
     )
 
