@@ -165,11 +165,18 @@ def answered(
 
 
 def _let_leave(batch: Batch, number: str | None) -> None:
-    """Release the held-back request with this number. Do nothing if `number` is
-    None."""
+    """Release the held-back request with this number. If it was cancelled, release the
+    request that its answer would have released. Do nothing if `number` is None."""
     rows = batch.rows()
-    for held in rows.filter(number=number) if number else ():
-        _release(held.request_id, rows.db)
+    stored = OutboxMessage.objects.using(rows.db).filter(cancelled_at__isnull=False)
+    while number:
+        held = rows.filter(number=number).first()
+        if held is None or _release(held.request_id, rows.db):
+            return
+        cancelled = stored.filter(message_id=held.request_id)
+        headers = cancelled.values_list("headers", flat=True).first() or {}
+        branch = headers.get(wire.TICKET, "").partition("/")[2]
+        number = found[2] if (found := _BRANCH.fullmatch(branch)) else None
 
 
 def _release_undo(undo: uuid.UUID, answer: Message, using: str) -> bool:

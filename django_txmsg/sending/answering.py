@@ -49,9 +49,9 @@ class Cancelled:
 @message_type("txmsg.Buried")
 @dataclass(frozen=True)
 class Buried:
-    """Reports to a gather that one of its requests is a dead letter, so that the gather
-    sends its next request. This is not the answer: an operator may still redeliver the
-    dead letter."""
+    """Reports to a gather that one of its requests is a dead letter or was cancelled,
+    so that the gather sends its next request. This is not the answer: an operator may
+    still redeliver the dead letter."""
 
     reason: str
 

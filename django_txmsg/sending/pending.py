@@ -6,6 +6,7 @@ import datetime as dt
 import uuid
 
 from django.db import router, transaction
+from django.db.models import F
 from django.utils import timezone
 
 from .. import wire
@@ -13,6 +14,7 @@ from ..envelope.message import check_duration
 from ..errors import MAX_SECONDS, InvalidMessage
 from ..models import OutboxMessage, Run
 from ..models.run import WaitsFor
+from . import answering
 from .scope import current_scope
 from .storing import after_commit
 
@@ -44,7 +46,25 @@ def cancel_message(
         )
         if wire.continues_run(headers) or starting.exists():
             return False
-    return bool(rows.cancel([message_id], why=why))
+    with transaction.atomic(using=alias, savepoint=False):
+        cancelled = rows.cancel([message_id], why=why)
+        # Held back until its deadline, it lets the next request leave when its own turn
+        # comes.
+        left = rows.filter(
+            pk__in=[pk for pk, _ in cancelled], due_at__lt=F("expires_at")
+        )
+        for headers, broker in left.values_list("headers", "broker"):
+            _let_next_leave(headers, alias, broker)
+    return bool(cancelled)
+
+
+def _let_next_leave(headers: dict[str, str], using: str, broker: str) -> None:
+    """If the gather of this cancelled request holds back further requests, let it send
+    the next request: no answer will do so."""
+    if wire.is_request(headers) and wire.holds_back(headers[wire.TICKET]):
+        address = answering.Address.of(headers)
+        if address is not None:
+            address.send(answering.Buried("cancelled"), using=using, broker=broker)
 
 
 def reschedule_message(

@@ -319,6 +319,29 @@ def test_a_dead_letter_gives_its_place_to_the_next_request() -> None:
     assert amounts(run) == [0, 10, 20, 30, 40]
 
 
+def request_of(number: int) -> uuid.UUID:
+    return Branch.objects.get(number=number).request_id
+
+
+def test_cancelled_requests_that_are_held_back_give_their_places_to_the_next() -> None:
+    run = tour(7, at_once=2)
+    assert all(cancel_message(request_of(number)) for number in (2, 3, 5))
+    assert on_their_way() == 2
+    drain()
+    assert effects() == ["price 0", "price 1", "price 4", "price 6"]
+    drain(ahead=HOUR)
+    assert amounts(run) == [0, 10, -1, -1, 40, -1, 60]
+
+
+def test_cancelled_request_that_is_due_gives_its_place_to_the_next() -> None:
+    run = tour(5, at_once=2)
+    assert cancel_message(request_of(0))
+    drain()
+    assert effects() == ["price 1", "price 2", "price 3", "price 4"]
+    drain(ahead=HOUR)
+    assert amounts(run) == [-1, 10, 20, 30, 40]
+
+
 def test_burying_a_request_for_newer_code_lets_the_next_request_leave() -> None:
     broken.add(0)
     run = tour(3, at_once=1)
