@@ -30,7 +30,7 @@ log = logging.getLogger("django_txmsg.session")
 control_log = logging.getLogger("django_txmsg.control")
 
 
-class OutboxSession:
+class OutboxSession(Block):
     """One transaction and the messages that are stored in it.
 
     `metadata` are headers for the control message, for example a tenant. Receivers of
@@ -40,23 +40,16 @@ class OutboxSession:
     """
 
     def __init__(self, using: str | None = None, *, reading: bool = False) -> None:
-        self.using = using or conf.get().HTTP.USING
+        super().__init__(using or conf.get().HTTP.USING, reading=reading)
         self.id = new_id()
         self.metadata: dict[str, str] = {}
         self._reading = reading
-        self._block = Block(self.using, reading=reading)
         self._scope: Scope | None = None
         self._outer: Scope | None = None
         self._ended = self._joined = False
         self._joining = threading.Lock()
         self._group: control_group.Group | None = None
         self._began = 0.0
-
-    @property
-    def committed(self) -> bool:
-        """Whether the transaction has committed, even if a hook after the commit
-        raised."""
-        return self._block.committed
 
     @property
     def stored(self) -> int:
@@ -68,26 +61,14 @@ class OutboxSession:
         """The `session_id` of the messages stored so far: the id of a group that the
         session shares with other sessions, or the session's own id. None before the
         first message."""
-        return self._join()[0] if self.stored else None
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether an error inside the session prevents a commit, even if the error was
-        caught."""
-        return self._block.spoiled
-
-    @property
-    def rolls_back(self) -> bool:
-        """Whether `commit()` will roll back: the session is `spoiled`, or
-        `transaction.set_rollback()` was called."""
-        return self._block.rolls_back
+        return self.join()[0] if self.stored else None
 
     def refused_to_write(self, error: Exception) -> bool:
         """Return whether SQLite refused a write of this session. That happens if the
         session began with `reading` and another connection has written since then."""
-        sqlite = connections[self.using].vendor == "sqlite"
+        sqlite = self._connection.vendor == "sqlite"
         # Not an error of another database, nor of the view's own.
-        ours = self._reading and sqlite and error is self._block.cause
+        ours = self._reading and sqlite and error is self.cause
         return ours and "database is locked" in str(error)
 
     def begin(self) -> None:
@@ -95,12 +76,10 @@ class OutboxSession:
         query. Raises SessionError if the session has already begun."""
         if self._scope is not None or self._ended:
             raise SessionError("This outbox session has begun already; make another.")
-        self._block.enter()
+        self.enter()
         self._began = time.monotonic()
         outer = current_scope()
-        self._scope = Scope(
-            session_id=self.id, using=self.using, session=self, join=self._join
-        )
+        self._scope = Scope(session_id=self.id, using=self.using, session=self)
         if outer is not None:
             # Inside a stage without a transaction: its messages keep their stable ids.
             self._scope.cause, self._scope.stage = outer.cause, outer.stage
@@ -117,7 +96,7 @@ class OutboxSession:
         """
         self._check_open()
         try:
-            if self._block.left_open:
+            if self.left_open:
                 # The commit would only release the savepoint of that block.
                 raise BlockLeftOpen(
                     f"A block of transaction.atomic() on {self.using!r} was entered "
@@ -130,7 +109,7 @@ class OutboxSession:
                     f"session, whose transaction can only roll back: nothing was "
                     f"stored. Let the error propagate, or put the failing query into "
                     f"an atomic() of its own and catch the error outside of that."
-                ) from self._block.cause
+                ) from self.cause
             if self.rolls_back:
                 self.rollback()
                 return
@@ -140,9 +119,9 @@ class OutboxSession:
         except BaseException as error:
             self._end("failed", error)
             raise
-        self._end("joined" if self._block.nested else "committed", None)
+        self._end("joined" if self.nested else "committed", None)
 
-    def _join(self) -> tuple[uuid.UUID, int | None]:
+    def join(self) -> tuple[uuid.UUID, int | None]:
         """Return the session id for the rows that are stored next, and the lock that
         their INSERT takes. Usually these are the id and the lock of a group. Without a
         group, these are the session's own id and no lock."""
@@ -163,8 +142,8 @@ class OutboxSession:
         try:
             if self._group is None or newest is None or metadata:
                 by = control_log
-                known = self._scope.transactions.get(connections[self.using])
-                announce(self.using, self._join()[0], metadata, known)
+                known = self._scope.transactions.get(self._connection)
+                announce(self.using, self.join()[0], metadata, known)
                 return
             self._group.vouch(newest)
         except BrokerError as error:
@@ -187,7 +166,7 @@ class OutboxSession:
             self._scope.ended = True
         enter_scope(self._outer)
         try:
-            self._block.exit(error)
+            self.exit(error)
         except BaseException:
             outcome = "committed" if self.committed else "failed"
             raise
@@ -202,7 +181,7 @@ class OutboxSession:
             )
             if self._scope is not None:
                 # Leaves no reference cycle for the garbage collector.
-                self._scope.session = self._scope.join = None
+                self._scope.session = None
 
     def _check_open(self) -> None:
         if self._scope is None:

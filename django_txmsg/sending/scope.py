@@ -191,11 +191,11 @@ class Scope:
       the handler returns, instead of storing them. `blocks`, if set, says how many
       atomic blocks were open on each connection before the handler ran. A message that
       the handler sends in a block of its own is not enlisted, but stored there.
-    - `stored` counts the stored messages by database alias. `session` is the outbox
-      session, if the scope is one's.
-    - `join`, if set, is called before each INSERT on `using`. The function returns the
-      session id of the rows, and the lock that the INSERT takes, if any. `newest` is
-      the database's clock at the last INSERT with such a lock.
+    - `stored` counts the stored messages by database alias.
+    - `session` is the outbox session, if the scope is one's. Its `join()` is called
+      before each INSERT on `using`. It returns the session id of the rows, and the lock
+      that the INSERT takes, if any. `newest` is the database's clock at the last INSERT
+      with such a lock.
     - `transactions` maps each connection to the id of the last transaction that stored
       rows without such a lock, if the database reports this id.
     - `ended` means that messages sent from now on do not belong to the scope. Code that
@@ -213,7 +213,6 @@ class Scope:
     numbers: dict[str, Numbers] = field(default_factory=lambda: defaultdict(Numbers))
     separate: bool = False
     thread: int = field(default_factory=threading.get_ident)
-    join: Callable[[], tuple[uuid.UUID, int | None]] | None = None
     newest: dt.datetime | None = None
     transactions: dict[Any, str] = field(default_factory=dict)
     session: Any = None

@@ -38,9 +38,8 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     service = conf.get().SERVICE
     for row in rows:
         row.service = row.service or service
-    join = current.join if current is not None and current.using == alias else None
-    if join is not None:
-        session_id, lock = join()
+    if current is not None and current.using == alias and current.session is not None:
+        session_id, lock = current.session.join()
         alone = lock is None
         for row in rows:
             row.session_id = session_id
