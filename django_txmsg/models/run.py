@@ -10,15 +10,14 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from functools import cache
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from .fields import Later, SqlManager, not_null, read_instant, read_uuid
+from .fields import Later, SqlManager, not_null
 
 
 class WaitsFor(models.TextChoices):
@@ -43,20 +42,6 @@ class Outcome(models.TextChoices):
     HANDED_OVER = "handed_over", "handed over"
 
 
-@cache
-def _readers() -> dict[str, Callable[[Any], Any] | None]:
-    """Return the columns of a run, each with the function that converts a value from
-    the database."""
-    readers: dict[str, Callable[[Any], Any]] = {
-        "BooleanField": bool,
-        "DateTimeField": read_instant,
-        "JSONField": json.loads,
-        "UUIDField": read_uuid,
-    }
-    fields = Run._meta.concrete_fields
-    return {one.attname: readers.get(one.get_internal_type()) for one in fields}
-
-
 class RunManager(SqlManager):
     """Changes the states of runs."""
 
@@ -72,19 +57,13 @@ class RunManager(SqlManager):
 
     def _locked(self, condition: str, *values: uuid.UUID) -> Run | None:
         # As text: Django would compose it in more time than all else of a step takes.
-        connection, columns = connections[self.db], _readers()
-        lock = " FOR UPDATE" if connection.vendor == "postgresql" else ""
-        row = self._row(
-            f"SELECT {', '.join(columns)} FROM {self._table}"  # noqa: S608 - constants only
-            f" WHERE {condition}{lock}",
+        lock = " FOR UPDATE" if connections[self.db].vendor == "postgresql" else ""
+        found = self.raw(
+            f"SELECT * FROM {self._table} WHERE {condition}{lock}",  # noqa: S608 - constants only
             [one.hex for one in values],
         )
-        if row is None:
-            return None
-        pairs = zip(columns.values(), row, strict=True)
-        read = [value if reader is None else reader(value) for reader, value in pairs]
-        found: Run = self.model.from_db(self.db, list(columns), read)
-        return found
+        run: Run | None = next(iter(found), None)
+        return run
 
     def store(
         self,
