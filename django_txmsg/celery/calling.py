@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import kombu
 from celery._state import get_current_worker_task
 from django.apps import apps
-from django.db import connections, router
+from django.db import connections
 
 from .. import conf, tracing, wire
 from ..brokers import of_kind
@@ -204,9 +204,9 @@ def call(
         refuse_another_broker(app, name, producer, *leads)
         return _send_later(send, app, task_id, run, masked)
     # Imported here: an app is created before Django's models can be imported.
-    from ..sending.scope import current_scope
+    from ..sending.scope import alias_of, current_scope
 
-    current, alias = current_scope(), _alias(using)
+    current, alias = current_scope(), alias_of(using)
     if not in_block(connections[alias]):
         if requires(app) and not _has_its_own(producer):
             raise TransactionRequired(
@@ -259,22 +259,14 @@ def content(value: object) -> object:
 
 def stores(using: str | None) -> bool:
     """Return whether the call of a task would now be stored as a row."""
-    return in_block(connections[_alias(using)])
+    from ..sending.scope import alias_of
+
+    return in_block(connections[alias_of(using)])
 
 
 def requires(app: Any) -> bool:
     """Return whether the call of a task outside a transaction is an error."""
     return conf.get().CELERY.REQUIRE_ATOMIC and not in_worker(app)
-
-
-def _alias(using: str | None) -> str:
-    """Return the alias of the database in whose transaction a call is stored."""
-    from ..models import OutboxMessage
-    from ..sending.scope import current_scope
-
-    current = current_scope()
-    inherited = None if current is None else current.using
-    return using or inherited or str(router.db_for_write(OutboxMessage))
 
 
 def _has_its_own(producer: Any) -> bool:

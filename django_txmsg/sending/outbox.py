@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, get_args
 
-from django.db import connections, router, transaction
+from django.db import connections, transaction
 from django.utils import timezone
 
 from .. import codecs, conf, tracing, wire
@@ -31,9 +31,8 @@ from ..envelope.message import (
 )
 from ..envelope.typed_body import BodyType
 from ..errors import InvalidMessage, TransactionRequired
-from ..models import OutboxMessage
 from ..models.outbox_store import NewMessage, OnConflict, Origin, UniqueUntil
-from .scope import Scope, current_scope
+from .scope import Scope, alias_of, current_scope
 from .storing import as_sent, store
 from .unique import check_until, store_unique
 
@@ -190,8 +189,7 @@ def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
 
 
 def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
-    current = current_scope()
-    alias = using or (current and current.using) or router.db_for_write(OutboxMessage)
+    alias, current = alias_of(using), current_scope()
     current = current and current.of_block(alias)
     enlist = None if current is None else current.enlist
     if current is not None and enlist is not None and alias != current.using:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 
-from django.db import router, transaction
+from django.db import transaction
 from django.db.models import F
 from django.utils import timezone
 
@@ -15,7 +15,7 @@ from ..errors import MAX_SECONDS, InvalidMessage
 from ..models import OutboxMessage, Run
 from ..models.run import WaitsFor
 from . import answering
-from .scope import current_scope
+from .scope import alias_of
 from .storing import after_commit
 
 
@@ -107,5 +107,4 @@ def reschedule_message(
 def _alias(message_id: object, using: str | None) -> str:
     if not isinstance(message_id, uuid.UUID):
         raise InvalidMessage(f"message_id must be a uuid.UUID, not {message_id!r}.")
-    current = current_scope()
-    return using or (current and current.using) or router.db_for_write(OutboxMessage)
+    return alias_of(using)

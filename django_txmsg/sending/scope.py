@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import connections, router, transaction
 
 from .. import conf, wire
 from ..django_internals import (
@@ -38,6 +38,7 @@ from ..django_internals import (
     roll_back_blocks,
 )
 from ..envelope.message import Message
+from ..models import OutboxMessage
 from ..models.outbox_store import NewMessage
 
 # The transaction in which messages are sent: hop 1's in a request, hop 7's in a
@@ -269,6 +270,14 @@ def current_scope() -> Scope | None:
     """Return the scope of messages that are sent now, or None."""
     scope = _scope.get()
     return None if scope is None or scope.ended else scope
+
+
+def alias_of(using: str | None) -> str:
+    """Return the alias of the database in which messages sent now are stored: `using`,
+    the database of the current scope, or the outbox's."""
+    current = current_scope()
+    found: str | None = using or (current and current.using)
+    return found or router.db_for_write(OutboxMessage)
 
 
 def enter_scope(entered: Scope | None) -> Scope | None:
