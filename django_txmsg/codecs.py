@@ -7,6 +7,7 @@ To write your own codec, extend `Codec` and raise `Misfit`.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -27,19 +28,32 @@ from .errors import ConfigurationError
 
 __all__ = ["Codec", "Misfit"]
 
+log = logging.getLogger("django_txmsg.codecs")
+
 _pydantic = PydanticCodec()
 
 #: Classes that JSON supports directly: their objects are sent without a codec.
 _PLAIN = (dict, list, tuple, str, int, float, bytes, bytearray, memoryview)
 
 
-@cache
 def reader(annotation: Any) -> BodyReader:
     """Return the reader of bodies for a handler with this annotation.
 
-    Raises ConfigurationError if no codec handles the annotation, or pydantic is
-    missing.
+    Raises ConfigurationError if no codec handles the annotation, if pydantic is
+    missing, or if the annotation cannot be hashed.
     """
+    try:
+        hash(annotation)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{annotation!r} cannot be the type of a body: {error}. Give Annotated "
+            f"only metadata that can be hashed, such as a tuple in place of a list."
+        ) from None
+    return _reader(annotation)
+
+
+@cache
+def _reader(annotation: Any) -> BodyReader:
     annotation = unaliased(annotation)
     return BodyReader(annotation, list(_types(annotation)))
 
@@ -118,13 +132,22 @@ def contract_path() -> Path:
 
 @cache
 def _committed() -> dict[str, Any]:
-    """Return the messages of the committed contract, if there is one."""
+    """Return the messages of the committed contract, if there is one. Log an error if
+    its file cannot be read."""
+    file = contract_path()
     try:
-        contract = json.loads(contract_path().read_text("utf-8"))
-        messages: dict[str, Any] = contract["components"]["messages"]
-    except (OSError, ValueError, LookupError, TypeError):
+        contract = json.loads(file.read_text("utf-8"))
+        return dict(contract["components"]["messages"])
+    except FileNotFoundError:
         return {}
-    return messages
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        log.error(
+            "the contract %s cannot be read, so messages do not say which versions "
+            "read them, and code that is too old for one would bury it: %r",
+            file,
+            error,
+        )
+        return {}
 
 
 def _label(cls: type) -> str:
@@ -151,7 +174,7 @@ def _type_of(kind: Any) -> BodyType | None:
 
 def forget() -> None:
     """Clear the caches, after a change of TXMSG or of declared types."""
-    for found in (_codecs, reader, body_type, _type_of, _committed):
+    for found in (_codecs, _reader, body_type, _type_of, _committed):
         found.cache_clear()
 
 

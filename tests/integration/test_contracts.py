@@ -518,6 +518,21 @@ def test_a_file_that_is_no_contract_is_named(
                 run(action, str(file))
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", "<<<<<<< HEAD"])
+def test_a_sender_logs_once_that_the_contract_cannot_be_read(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "asyncapi.json"
+    with txmsg(CONTRACT=str(file)):
+        assert codecs.body_type(Compatible).header == "shop.Order;v=2;min=1"
+        assert "cannot be read" not in caplog.text
+        file.write_text(content)
+        codecs.forget()
+        for cls in (Compatible, Breaking):
+            assert codecs.body_type(cls).header == "shop.Order;v=2;min=1"
+    assert caplog.text.count(f"the contract {file} cannot be read") == 1
+
+
 @committing
 def test_rows_waiting_for_a_removed_type_are_reported(tmp_path: Path) -> None:
     file = str(tmp_path / "contract.json")

@@ -128,6 +128,7 @@ LOGGERS = {
     "django_txmsg.brokers.database",
     "django_txmsg.bulk",
     "django_txmsg.celery",
+    "django_txmsg.codecs",
     "django_txmsg.consumer",
     "django_txmsg.control",
     "django_txmsg.control_thread",

@@ -644,6 +644,12 @@ def test_a_validator_that_ends_programs_ends_no_worker(number: int) -> None:
     assert str(error) == "$: KeyboardInterrupt"
 
 
+def test_an_annotation_that_cannot_be_hashed_is_refused_in_plain_words() -> None:
+    annotation = Annotated[Order, {"unit": "EUR"}]
+    with pytest.raises(ConfigurationError, match="unhashable type: 'dict'"):
+        codecs.reader(annotation)
+
+
 def test_an_annotation_of_what_pydantic_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="'Nowhere' is not defined"):
         codecs.reader(list["Nowhere"])  # type: ignore[name-defined]  # noqa: F821
