@@ -23,8 +23,7 @@ from ..django_internals import depth
 from ..envelope.message import Message
 from ..envelope.redelivery import Dead, RedeliverAfter
 from ..models import InboxMessage
-from ..models.inbox_arrival import InboxRecord
-from ..models.inbox_parking import Parked
+from ..models.inbox_arrival import InboxRecord, Parked
 from ..models.outbox_store import NewMessage
 from ..models.turn import Turn
 from ..runtime.liveness import running

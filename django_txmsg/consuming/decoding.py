@@ -24,7 +24,7 @@ from ..envelope.message import Message, correlation_id, new_id
 from ..envelope.message_type import is_name
 from ..envelope.serializers import is_json
 from ..errors import DecodeError
-from ..models.inbox_parking import Parked
+from ..models.inbox_arrival import Parked
 from ..stages import Stage
 
 #: Largest accepted header block, in characters, and most headers.

@@ -28,7 +28,7 @@ from ..brokers.base import Delivery, Session
 from ..envelope.stage_options import Rate
 from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..models import InboxMessage
-from ..models.inbox_parking import Parked
+from ..models.inbox_arrival import Parked
 from ..runtime import database_health, liveness
 from ..runtime.breaker import Breaker
 from ..runtime.connections import leave_blocks, open_caches, recycle

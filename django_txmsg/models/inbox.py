@@ -20,7 +20,6 @@ from ..rules.inbox import BLOCKED, NEEDS_NEWER_CODE, OPEN
 from .fields import not_blank, not_null
 from .inbox_arrival import EMPTIED, ArrivalManager, processed_sql
 from .inbox_order import OrderManager
-from .inbox_parking import ParkingManager
 from .turn import Turn, held_sql, turn_sql
 
 #: The error of a revoked message, which counts as dead.
@@ -32,7 +31,7 @@ _IN_ORDER = BLOCKED | (NEEDS_NEWER_CODE & Rule("{key} <> ''"))
 _EXPIRED = {wire.EXPIRES: "1970-01-01T00:00:00+00:00"}
 
 
-class InboxManager(ArrivalManager, ParkingManager):
+class InboxManager(ArrivalManager):
     """Changes the states of received messages."""
 
     def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:

@@ -42,7 +42,7 @@ from ..errors import DecodeError, Redeliver, Refuse
 from ..flows.deadlines import Deadlines
 from ..models import InboxMessage, OutboxMessage, Run
 from ..models.fields import clock
-from ..models.inbox_parking import Parked
+from ..models.inbox_arrival import Parked
 from ..models.outbox import PENDING
 from ..models.queue import QueueMessage
 from ..monitoring.databases import with_tables
