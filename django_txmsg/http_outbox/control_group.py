@@ -206,7 +206,7 @@ def find(using: str, metadata: Mapping[str, str]) -> Group | None:
         or settings.CONTROL_MESSAGE == "off"
         or settings.CONTROL_MESSAGE_ORACLE != "auto"
         or metadata
-        or not database_identity.can_tell(connection)
+        or connection.vendor != "postgresql"
         or in_testcase(connection)
         or control_channel().broker.stored_in is not None
     ):

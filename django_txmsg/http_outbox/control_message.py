@@ -177,13 +177,11 @@ def announce(
     channel, connection = control_channel(), connections[using]
     if in_testcase(connection):
         return
-    mark = ""
+    mark, vendor = "", connection.vendor
     if channel.broker.stored_in == using:
         # The broker's tables are in this very transaction.
         kind = "arrival"
-    elif settings.CONTROL_MESSAGE_ORACLE == "auto" and database_identity.can_tell(
-        connection
-    ):
+    elif settings.CONTROL_MESSAGE_ORACLE == "auto" and vendor == "postgresql":
         kind = "transaction"
         mark = transaction or database_identity.transaction_id(connection)
     else:

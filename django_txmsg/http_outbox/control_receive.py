@@ -123,7 +123,6 @@ class LookAgain(Exception):
         #: Seconds after which the delivery goes to the end of its queue, if not the
         #: usual ones.
         self.hold = hold
-        self.control: ControlMessage | None = None
         super().__init__(f"look again in {self.after:.3f} s")
 
 
@@ -167,13 +166,9 @@ def handle(delivery: Delivery, dispatch: Dispatch, stop: threading.Event) -> Non
         _tell(None, "unreadable", Look(attempts=1))
         return
     look = remember(control)
-    try:
-        if stop.is_set():
-            raise LookAgain
-        outcome = _look_safely(control, look, dispatch)
-    except LookAgain as again:
-        again.control = control
-        raise
+    if stop.is_set():
+        raise LookAgain
+    outcome = _look_safely(control, look, dispatch)
     forget(control)
     _tell(control, outcome, look)
 

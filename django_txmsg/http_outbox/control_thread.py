@@ -153,20 +153,19 @@ class ControlThread:
             if held_for < hold or self._stopping.is_set():
                 heapq.heappush(self._later, held)
                 return
-            if not self._send_again(session, again.control):
+            if not self._send_again(session, ControlMessage.read(held.delivery)):
                 held.since = time.monotonic()
                 heapq.heappush(self._later, held)
                 return
         session.ack([held.delivery])
         self._activity.note()
 
-    def _send_again(self, session: Session, message: ControlMessage | None) -> bool:
+    def _send_again(self, session: Session, message: ControlMessage) -> bool:
         """Send a copy of the message to the end of the queue, with the remaining time
         to live. Returns False if the broker does not accept the copy. If the session
         need not be checked any more, nothing is sent."""
-        if message is None or not message.signed or message.left <= 0:
-            session_id = message and message.session_id
-            log.warning("session %s is not checked any more", session_id)
+        if not message.signed or message.left <= 0:
+            log.warning("session %s is not checked any more", message.session_id)
             return True
         (error,) = session.send([message.outgoing()])
         if error is not None:

@@ -141,11 +141,6 @@ class Verdict(enum.Enum):
     UNKNOWN = "unknown"
 
 
-def can_tell(connection: Any) -> bool:
-    """Return whether this database can report the outcome of a transaction."""
-    return bool(connection.vendor == "postgresql")
-
-
 def transaction_id(connection: Any) -> str:
     """Return the id of the open transaction. Savepoints do not change the id."""
     ((mark,),) = query(connection.alias, _MARK)

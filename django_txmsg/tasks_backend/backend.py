@@ -128,11 +128,12 @@ class TransactionalBackend(BaseTaskBackend):
                 f'TASKS["{self.alias}"]["OPTIONS"]["MODULES"] names.'
             )
         self._warn_of(task.module_path)
+        message = self._store(task, {"args": list(args), "kwargs": dict(kwargs)})
         result: AnyResult = TaskResult(
             task=task,
-            id="",
+            id=str(message.id),
             status=TaskResultStatus.READY,
-            enqueued_at=None,
+            enqueued_at=message.created_at,
             started_at=None,
             last_attempted_at=None,
             finished_at=None,
@@ -142,9 +143,6 @@ class TransactionalBackend(BaseTaskBackend):
             errors=[],
             worker_ids=[],
         )
-        message = self._store(task, {"args": result.args, "kwargs": result.kwargs})
-        object.__setattr__(result, "id", str(message.id))
-        object.__setattr__(result, "enqueued_at", message.created_at)
         task_enqueued.send(type(self), task_result=result)
         return result
 
