@@ -174,9 +174,6 @@ class Store:
             )
 
 
-# The frames that the scripted broker received, and how a test waits for them.
-
-
 @dataclass(frozen=True, slots=True)
 class ReceivedFrame(Frame):
     """A received frame, with the number of its connection and the monotonic time of its
@@ -186,11 +183,98 @@ class ReceivedFrame(Frame):
     at: float = field(default_factory=time.monotonic)
 
 
-class Record:
-    """Records every received frame, and lets a test wait for frames with a deadline."""
+# The scripted broker's only thread, which runs an event loop of asyncio.
+#
+# The thread holds the broker's lock while it handles a frame or a timer. Every public
+# method of the broker takes this lock, so a test never sees a frame that is only partly
+# handled. Only this thread uses the transports.
+
+
+class Loop:
+    """An event loop in a separate thread."""
+
+    def __init__(
+        self, lock: threading.Condition, on_error: Callable[[Exception], None]
+    ) -> None:
+        """Start a loop that uses the broker's lock. If a function of the test raises an
+        exception, the loop calls ``on_error`` and continues."""
+        self._lock = lock
+        self._on_error = on_error
+        #: The transports that are open.
+        self.transports: set[asyncio.Transport] = set()
+        # Whatever policy is set: other threads take sockets from this kind of loop.
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="scripted-broker", daemon=True
+        )
+        self._thread.start()
+
+    def serve(
+        self,
+        sock: socket.socket,
+        connected: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+    ) -> Future[asyncio.Server]:
+        """Accept connections from a listening socket. ``connected`` creates the
+        protocol of a connection."""
+        serving = self._loop.create_server(connected, sock=sock, ssl=tls)
+        return asyncio.run_coroutine_threadsafe(serving, self._loop)
+
+    def close(self, server: Future[asyncio.Server]) -> None:
+        """Close a listening socket, and return when it is closed. The caller must not
+        hold the lock."""
+        listening = server.result()
+
+        async def close() -> None:
+            listening.close()
+
+        if threading.current_thread() is self._thread:
+            listening.close()
+        elif not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(close(), self._loop).result()
+
+    def call(self, action: Callable[[], None], delay: float = 0.0) -> None:
+        """Run the action on the loop's thread, after a delay in seconds."""
+        self._loop.call_soon_threadsafe(
+            self._loop.call_later, delay, self.attempt, action
+        )
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Run the action with the lock held. Call this on the loop's thread."""
+        with self._lock:
+            try:
+                action()
+            except Exception as error:
+                self._on_error(error)
+
+    def stop(self) -> None:
+        """Close every connection and end the thread. The caller must not hold the
+        lock."""
+
+        def end() -> None:
+            for transport in self.transports:
+                transport.abort()
+            self._loop.call_soon(self._loop.stop)
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(end)
+            self._thread.join(10)
+            self._loop.close()
+
+
+class BrokerState:
+    """The state of the scripted broker, without sockets. Use it only with the lock
+    held. It records every received frame, and lets a test wait for frames with a
+    deadline."""
+
+    # The arguments of ``ScriptedBroker``.
+    profile: Profile
+    users: Mapping[str, str] | None
+    heart_beat: tuple[int, int] | None
+    tls: ssl.SSLContext | None
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start the loop, without connections."""
         #: Held while a frame is handled; every wait is on it.
         self.changed = threading.Condition(threading.RLock())
         #: Every frame received, in order, over all connections.
@@ -200,6 +284,50 @@ class Record:
         #: Exceptions in the broker's thread: those of the test's own functions, in
         #: rules.
         self.errors: list[Exception] = []
+        self.loop = Loop(self.changed, self.failed)
+        self.script = Script()
+        self.store = Store()
+        #: The most bytes of one write, and the seconds until the next one.
+        self.piece: int | None = None
+        self.pause = 0.0
+        self.silent = False
+        self.listening = False
+        #: The connections that are open, in the order they were made.
+        self.peers: list[Any] = []
+        #: How many connections were accepted so far.
+        self.accepted = 0
+
+    def accept(self, peer: Any) -> None:
+        """Count a connection that a client has made."""
+        if not self.listening:
+            peer.end("the broker has stopped meanwhile")
+            return
+        self.accepted += 1
+        peer.number = self.accepted
+        self.peers.append(peer)
+        self.changed.notify_all()
+
+    def forget(self, peer: Any) -> None:
+        """Remove a connection that has ended."""
+        if peer in self.peers:
+            self.peers.remove(peer)
+        self.changed.notify_all()
+
+    def is_topic(self, headers: Mapping[str, str]) -> bool:
+        """Return True if the imitated broker would treat the destination in these
+        headers as a topic."""
+        if not self.profile.routes_by_header:
+            return headers.get("destination", "").startswith("/topic/")
+        routing = headers.get("destination-type", headers.get("subscription-type"))
+        return routing != "ANYCAST"
+
+    def store_message(self, message: StoredMessage) -> None:
+        """Store a message in its queue, or in the queues of its topic's
+        subscriptions."""
+        if self.is_topic({**message.headers, "destination": message.destination}):
+            self.store.publish(message)
+        else:
+            self.store.queue(message.destination).put(message)
 
     def failed(self, error: Exception) -> None:
         """Store an exception that a test's function raised in the broker's thread, and
@@ -296,141 +424,3 @@ class Record:
             ReceivedFrame(frame.command, frame.headers, frame.body, connection)
         )
         self.changed.notify_all()
-
-
-# The scripted broker's only thread, which runs an event loop of asyncio.
-#
-# The thread holds the broker's lock while it handles a frame or a timer. Every public
-# method of the broker takes this lock, so a test never sees a frame that is only partly
-# handled. Only this thread uses the transports.
-
-
-class Loop:
-    """An event loop in a separate thread."""
-
-    def __init__(
-        self, lock: threading.Condition, on_error: Callable[[Exception], None]
-    ) -> None:
-        """Start a loop that uses the broker's lock. If a function of the test raises an
-        exception, the loop calls ``on_error`` and continues."""
-        self._lock = lock
-        self._on_error = on_error
-        #: The transports that are open.
-        self.transports: set[asyncio.Transport] = set()
-        # Whatever policy is set: other threads take sockets from this kind of loop.
-        self._loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="scripted-broker", daemon=True
-        )
-        self._thread.start()
-
-    def serve(
-        self,
-        sock: socket.socket,
-        connected: Callable[[], asyncio.Protocol],
-        tls: ssl.SSLContext | None,
-    ) -> Future[asyncio.Server]:
-        """Accept connections from a listening socket. ``connected`` creates the
-        protocol of a connection."""
-        serving = self._loop.create_server(connected, sock=sock, ssl=tls)
-        return asyncio.run_coroutine_threadsafe(serving, self._loop)
-
-    def close(self, server: Future[asyncio.Server]) -> None:
-        """Close a listening socket, and return when it is closed. The caller must not
-        hold the lock."""
-        listening = server.result()
-
-        async def close() -> None:
-            listening.close()
-
-        if threading.current_thread() is self._thread:
-            listening.close()
-        elif not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(close(), self._loop).result()
-
-    def call(self, action: Callable[[], None], delay: float = 0.0) -> None:
-        """Run the action on the loop's thread, after a delay in seconds."""
-        self._loop.call_soon_threadsafe(
-            self._loop.call_later, delay, self.attempt, action
-        )
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Run the action with the lock held. Call this on the loop's thread."""
-        with self._lock:
-            try:
-                action()
-            except Exception as error:
-                self._on_error(error)
-
-    def stop(self) -> None:
-        """Close every connection and end the thread. The caller must not hold the
-        lock."""
-
-        def end() -> None:
-            for transport in self.transports:
-                transport.abort()
-            self._loop.call_soon(self._loop.stop)
-
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(end)
-            self._thread.join(10)
-            self._loop.close()
-
-
-class BrokerState(Record):
-    """The state of the scripted broker, without sockets. Use it only with the lock
-    held."""
-
-    # The arguments of ``ScriptedBroker``.
-    profile: Profile
-    users: Mapping[str, str] | None
-    heart_beat: tuple[int, int] | None
-    tls: ssl.SSLContext | None
-
-    def __init__(self) -> None:
-        """Start the loop, without connections."""
-        super().__init__()
-        self.loop = Loop(self.changed, self.failed)
-        self.script = Script()
-        self.store = Store()
-        #: The most bytes of one write, and the seconds until the next one.
-        self.piece: int | None = None
-        self.pause = 0.0
-        self.silent = False
-        self.listening = False
-        #: The connections that are open, in the order they were made.
-        self.peers: list[Any] = []
-        #: How many connections were accepted so far.
-        self.accepted = 0
-
-    def accept(self, peer: Any) -> None:
-        """Count a connection that a client has made."""
-        if not self.listening:
-            peer.end("the broker has stopped meanwhile")
-            return
-        self.accepted += 1
-        peer.number = self.accepted
-        self.peers.append(peer)
-        self.changed.notify_all()
-
-    def forget(self, peer: Any) -> None:
-        """Remove a connection that has ended."""
-        if peer in self.peers:
-            self.peers.remove(peer)
-        self.changed.notify_all()
-
-    def is_topic(self, headers: Mapping[str, str]) -> bool:
-        """Return True if the imitated broker would treat the destination in these
-        headers as a topic."""
-        if not self.profile.routes_by_header:
-            return headers.get("destination", "").startswith("/topic/")
-        routing = headers.get("destination-type", headers.get("subscription-type"))
-        return routing != "ANYCAST"
-
-    def store_message(self, message: StoredMessage) -> None:
-        """Store a message in its queue, or in the queues of its topic's
-        subscriptions."""
-        if self.is_topic({**message.headers, "destination": message.destination}):
-            self.store.publish(message)
-        else:
-            self.store.queue(message.destination).put(message)
