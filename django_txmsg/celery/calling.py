@@ -13,18 +13,24 @@ from __future__ import annotations
 
 import re
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import kombu
 from celery._state import get_current_worker_task
+from celery.utils.saferepr import saferepr
 from django.apps import apps
 from django.db import connections
+from kombu.utils import json
 
 from .. import conf, tracing, wire
 from ..brokers import of_kind
 from ..brokers.celery_publication import HEADER, Publication
+from ..dead_letters import masking
 from ..django_internals import in_block
 from ..envelope.message import carried, new_id
 from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
@@ -32,16 +38,6 @@ from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
 if TYPE_CHECKING:
     from ..models.outbox_store import Origin
     from ..sending.scope import Scope
-
-
-import weakref
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-
-from celery.utils.saferepr import saferepr
-from kombu.utils import json
-
-from ..dead_letters import masking
 
 
 @dataclass
