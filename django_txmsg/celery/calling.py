@@ -113,7 +113,6 @@ class _Patience:
                 self._add(result, **options)
 
 
-HIDDEN = "(masked)"
 #: As long as Celery's own.
 _LONGEST = 1024
 #: The third part of a body, if nothing follows the task.
@@ -136,7 +135,7 @@ def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
         body = None  # needs another serializer: not shown
     if body is not None:
         _, shown = masking.shown(destination, {}, body, wire.JSON)
-    texts = (HIDDEN, HIDDEN)
+    texts = (masking.MASKED, masking.MASKED)
     if isinstance(shown, list | tuple) and len(shown) == 3:
         texts = (saferepr(shown[0], _LONGEST), saferepr(shown[1], _LONGEST))
     return dict(zip(("argsrepr", "kwargsrepr"), texts, strict=True))
