@@ -62,8 +62,8 @@ class OutboxMiddleware:
             return self._call_async(request)
         try:
             response: HttpResponseBase = self.get_response(request)
-        except BaseException as error:
-            _abandon(request, error)
+        except BaseException:
+            _abandon(request)
             raise
         return _finish(request, response)
 
@@ -71,10 +71,10 @@ class OutboxMiddleware:
         # The connection belongs to the thread that runs this request's sync code.
         try:
             response: HttpResponseBase = await self.get_response(request)
-        except BaseException as error:
+        except BaseException:
             # The client may have disconnected and the request been cancelled, even
             # while process_view() runs: its thread reaches this point afterwards.
-            await _to_the_end(_abandon, request, error)
+            await _to_the_end(_abandon, request)
             raise
         if _session(request) is None:
             return response
@@ -152,7 +152,7 @@ def _finish(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBas
     return response
 
 
-def _abandon(request: HttpRequest, error: BaseException) -> None:
+def _abandon(request: HttpRequest) -> None:
     session = _session(request)
     request._txmsg_over = True  # type: ignore[attr-defined]  # kept on the request
     if session is not None:
