@@ -390,7 +390,6 @@ class ArrivalManager(SqlManager):
         )
 
 
-
 def processed_sql(sql: Sql) -> str:
     """Return SQL that marks a row as processed. If the message has waited here for more
     than an hour, the SQL also sets `late_at`."""

@@ -276,8 +276,8 @@ def alias_of(using: str | None) -> str:
     """Return the alias of the database in which messages sent now are stored: `using`,
     the database of the current scope, or the outbox's."""
     current = current_scope()
-    found: str | None = using or (current and current.using)
-    return found or router.db_for_write(OutboxMessage)
+    inherited = None if current is None else current.using
+    return using or inherited or str(router.db_for_write(OutboxMessage))
 
 
 def enter_scope(entered: Scope | None) -> Scope | None:
