@@ -265,7 +265,7 @@ def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) 
     def store_one() -> None:
         try:
             with transaction.atomic():
-                joined.append(session._join())
+                joined.append(session.join())
         finally:
             connection.close()
 
