@@ -197,6 +197,18 @@ def test_replayed_copies_have_new_ids_that_are_stable(
     assert run(spec, *words, "--limit", "3", "--dry-run")["chosen"] == 3
 
 
+def test_celery_tasks_are_replayed_under_their_own_ids_only(spark, log: Log) -> None:
+    log.send([{"broker": "celery"}, {}])
+    spec = JobSpec((log.spec,), task_brokers=((log.spec.service, "celery"),))
+    words = ["replay", "--where", "true", "--as"]
+
+    with pytest.raises(UsageError, match="broker <> 'celery'"):
+        run(spec, *words, "copy")
+    assert log.count() == 2
+    words[2] += " AND broker <> 'celery'"
+    assert run(spec, *words, "copy")["rows"] == 1
+
+
 @everywhere
 def test_replayed_request_of_a_flow_keeps_its_deadline(spark, log: Log) -> None:
     until, second = LONG_AGO + timedelta(microseconds=7), timedelta(seconds=1)

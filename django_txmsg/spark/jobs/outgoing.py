@@ -78,6 +78,8 @@ def run_replay(
         if table is DEAD_LETTERS:
             _redeliver(chosen, source, name, given, run)
             return
+        if given.mode == "copy":
+            _insist_on_no_tasks(chosen, spec.task_brokers)
         unproven = 0 if given.dry_run else _insist_on_proof(log, chosen)
         rows = to_outbox_rows(chosen, run=name, mode=given.mode)
         _store(rows, source, name, given, run)
@@ -172,6 +174,21 @@ def _newest(rows: DataFrame, ready: str) -> DataFrame:
     )
     first = {name: sf.col(f"first.{name}") for name in ("created_at", "id")}
     return found.where("ready").select("row.*", "first").withColumns(first)
+
+
+def _insist_on_no_tasks(
+    chosen: DataFrame, task_brokers: Sequence[tuple[str, str]]
+) -> None:
+    """Raise UsageError if tasks of Celery are chosen. Another message id would not make
+    a task another one: Celery and OnceTask know it by the id in its publication."""
+    for service, broker in task_brokers:
+        here = (sf.col("service") == service) & (sf.col("broker") == broker)
+        if not chosen.where(here).isEmpty():
+            raise UsageError(
+                "Celery tasks are chosen, and a copy of a task keeps the task's id: "
+                "a OnceTask that has run would not run again. Call the tasks again, or "
+                f"leave them out: --where \"… AND broker <> '{broker}'\"."
+            )
 
 
 def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> int:
