@@ -18,7 +18,15 @@ from .. import conf, wire
 from ..envelope import serializers
 from ..envelope.message import carried, check_headers, new_id
 from ..errors import InvalidMessage, TxmsgError
-from ..models import BulkOperation, DeadLetter, InboxMessage, Run, StopRequest, Worker
+from ..models import (
+    BulkOperation,
+    DeadLetter,
+    InboxMessage,
+    OutboxMessage,
+    Run,
+    StopRequest,
+    Worker,
+)
 from ..models.dead_letter import Resolution
 from ..models.fields import KEY_LENGTH, clock
 from ..models.outbox_store import NewMessage
@@ -232,6 +240,8 @@ def discard(
         else:
             answering.answer_dead(one, "discarded", using=using)
     resuming.let_resume_again(batch, resumed, using)
+    unburied = [one.message_id for one in batch if not one.stage]
+    OutboxMessage.objects.db_manager(using).give_up(unburied)
     order = InboxMessage.order.db_manager(using)
     ordered = {one.name for one in all_stages() if one.ordered}
     for stage in ordered & {one.stage for one in batch}:

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.db import connections, models
-from django.db.models import Q
+from django.db.models import Exists, OuterRef, Q
 from django.db.models.functions import Coalesce, Now
 from django.db.models.lookups import IsNull
 
 from .. import conf
 from ..rules import LEASED, NOT_LEASED, inbox
 from ..rules import outbox as rules
-from .fields import SqlManager, not_blank, not_null, read_uuid
+from .fields import OneOf, SqlManager, not_blank, not_null, read_uuid
 from .inbox import InboxMessage
 from .outbox_claim import ClaimingManager
 from .outbox_store import StoringManager
@@ -119,6 +119,15 @@ class PendingManager(SqlManager):
             f"{caused}{forgotten})",
             values,
         )
+
+    def give_up(self, messages: Collection[uuid.UUID]) -> None:
+        """Clear the unique keys that these messages hold until they are processed. No
+        stage has buried the messages, so no row of the inbox frees the keys. If a copy
+        is parked there, the message will be processed and keeps its key."""
+        parked = InboxMessage.objects.using(self.db).filter(due_at__isnull=False)
+        parked = parked.filter(message_id=OuterRef("message_id"))
+        held = self.filter(OneOf("message_id", messages), unique_until_processed=True)
+        held.filter(~Exists(parked)).update(unique_key=None)
 
     def hold(self, wanted: Mapping[str, float | None]) -> list[int]:
         """Lock the pending rows with these unique keys until the open transaction ends.

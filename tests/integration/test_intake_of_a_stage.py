@@ -11,6 +11,7 @@ from functools import partial
 import amqp
 import pytest
 from django.db import connections, transaction
+from django.db.models.functions import Now
 
 from django_txmsg import Message, send_message, send_messages, stages
 from django_txmsg.dead_letters import bulk
@@ -124,25 +125,43 @@ def test_with_block_the_next_message_waits_for_the_operator(
         assert effects() == order
 
 
-def test_a_key_is_released_that_the_message_held_until_it_is_processed() -> None:
-    def sent() -> Message:
-        with transaction.atomic():
-            return send_message(
-                stage.destination,
-                None,
-                unique="k",
-                unique_until="processed",
-                on_conflict="skip",
-            )
+def send_unique(stage: stages.Stage) -> Message:
+    with transaction.atomic():
+        return send_message(
+            stage.destination,
+            None,
+            unique="k",
+            unique_until="processed",
+            on_conflict="skip",
+        )
 
+
+def test_a_key_is_released_that_the_message_held_until_it_is_processed() -> None:
     with declared(effect) as stage:
-        first = sent()
+        first = send_unique(stage)
         ship()
         lose(stage, first)
-        assert sent().id == first.id
+        assert send_unique(stage).id == first.id
         with intake():
             pass
-        assert sent().id != first.id
+        assert send_unique(stage).id != first.id
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_discarding_a_message_that_no_stage_has_buried_releases_its_key(
+    parked: bool,
+) -> None:
+    with declared(effect, transaction="none") as stage:
+        first = send_unique(stage)
+        ship()
+        lose(stage, first)
+        with intake():
+            pass
+        assert send_unique(stage).id == first.id
+        if parked:
+            InboxMessage.objects.update(due_at=Now(), headers={}, body=b"null")
+        resolve("discard")
+        assert (send_unique(stage).id == first.id) == parked
 
 
 def test_a_message_whose_turn_has_not_come_runs_at_its_turn() -> None:
