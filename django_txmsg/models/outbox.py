@@ -201,7 +201,8 @@ class OutboxMessage(models.Model):
     commits."""
 
     message_id = models.UUIDField()
-    #: Why this id was stored again: a redelivery, or a replay.
+    #: Why this id was stored again: a redelivery, or a replay. With `rules.outbox.NEW`:
+    #: the run of the pipeline that stored this new id.
     replay_id = models.CharField(max_length=64, default="")
     #: The service that stored this message, and whose relay sends it. Empty: stored by
     #: an earlier release, any relay sends it.

@@ -5,6 +5,10 @@ from __future__ import annotations
 from . import Rule, inbox
 from .dead_letters import is_open
 
+#: How the `replay_id` of a message begins that the pipeline has stored under a new id.
+#: Like ordinary messages, it gets a place in the order of its key.
+NEW = "new/"
+
 #: It must still leave. Worded like the index that a claim scans.
 PENDING = Rule("{dispatched_at} IS NULL AND {dead_at} IS NULL")
 

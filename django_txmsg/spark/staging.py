@@ -22,6 +22,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
 from ..rules import dead_letters
+from ..rules.outbox import NEW
 from .connection import Connection, connect_plain
 from .errors import EnvironmentFault, UsageError
 from .schemas import STAGED
@@ -82,10 +83,12 @@ class Brought(WriterCommitMessage):
 
 
 class Staging:
-    """The rows of one run in the staging table of a service's database."""
+    """The rows of one run in the staging table of a service's database. With `new`, the
+    messages have new ids, and get a place in the order of their keys. A message that is
+    stored again under its own id keeps its place."""
 
-    def __init__(self, spec: SourceSpec, run: str) -> None:
-        self.spec, self.run = spec, run
+    def __init__(self, spec: SourceSpec, run: str, *, new: bool = False) -> None:
+        self.spec, self.run, self.new = spec, run, new
 
     def stage(self, task: str, batches: Iterable[pa.RecordBatch]) -> Brought:
         """Write the rows of one task attempt to the staging table, in one
@@ -194,12 +197,14 @@ class Staging:
                 f" '+' || ({place} / {float(rate)}) || ' seconds')"
             )
         fields = ", ".join(f'"{name}"' for name in _NAMES if name not in _PLACE)
+        # The ids of new messages depend on the whole name, so its end may be cut off.
+        replay = f"{NEW}{self.run}"[:64] if self.new else self.run
         return connection.execute(
             f"INSERT INTO {_OUTBOX} ({fields}, replay_id, created_at, due_at, attempts,"
-            f" last_error, service) SELECT {fields}, run, {now}, {due}, 0, '', %s"
+            f" last_error, service) SELECT {fields}, %s, {now}, {due}, 0, '', %s"
             f" FROM {_STAGED} WHERE {theirs} ORDER BY {_ORDER}"
             " ON CONFLICT (message_id, replay_id) DO NOTHING",
-            self.spec.service, self.run, names,
+            replay, self.spec.service, self.run, names,
         )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def run_replay(
             _insist_on_no_tasks(chosen, spec.task_brokers)
         unproven = 0 if given.dry_run else _insist_on_proof(log, chosen)
         rows = to_outbox_rows(chosen, run=name, mode=given.mode)
-        _store(rows, source, name, given, run)
+        _store(rows, source, name, given, run, new=given.mode == "copy")
         if unproven:
             run.lines.append(
                 f"Archived batches that have no checksum to compare with: {unproven:,}."
@@ -225,13 +225,19 @@ def _ready(where: str) -> str:
 
 
 def _store(
-    rows: DataFrame, source: SourceSpec, name: str, given: argparse.Namespace, run: Run
+    rows: DataFrame,
+    source: SourceSpec,
+    name: str,
+    given: argparse.Namespace,
+    run: Run,
+    *,
+    new: bool,
 ) -> None:
-    """Store the rows as messages in the outbox."""
+    """Store the rows as messages in the outbox. `new` says that their ids are new."""
     if given.dry_run:
         _show(rows, name, run, "messages would be stored under")
         return
-    staging = Staging(source.resolved(), name)
+    staging = Staging(source.resolved(), name, new=new)
     try:
         tasks = gather_from(rows, partial(_stage, staging))
         stored = staging.merge(tasks, rate=given.rate)
@@ -367,7 +373,7 @@ def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
                 "which would become one message. Name columns that identify a row, or "
                 "none."
             )
-        _store(rows, source, given.name, given, run)
+        _store(rows, source, given.name, given, run, new=True)
 
 
 def _template(text: str) -> str:
