@@ -380,7 +380,7 @@ def _next(operation: BulkOperation, using: str) -> list[Any]:
 #: database.
 _NEEDED = (
     "message_id", "stage", "broker", "destination", "headers", "deaths", "reason",
-    "resolution", "resolved_at",
+    "resolution", "resolved_at", "resolved_by",
 )  # fmt: skip
 
 

@@ -108,10 +108,13 @@ def revoked_why(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) 
     A dead letter is closed in two cases. The message was revoked. Or the message is a
     flow's request for which the flow does not wait any more: the request has expired,
     or the flow got `Dead` as the answer. A stage's request is revoked with that answer.
-    A request that never reached a stage has no inbox row that says so.
+    A request that never reached a stage has no inbox row that says so, and the row of
+    another request may be pruned before the dead letter.
     """
     until = wire.expires(wire.conversation(letter.headers))
+    discarded = letter.asks and letter.resolution == Resolution.DISCARDED
     gone_on = (until is not None and until <= now) or letter.given_up
+    gone_on |= (row is None and discarded) or letter.resolved_by == GONE_ON
     if not gone_on and (row is None or row.revoked_at is None):
         return ""
     return (

@@ -303,9 +303,13 @@ class DeadLetter(models.Model):
         return f"{self.message_id} ({self.reason})"
 
     @property
+    def asks(self) -> bool:
+        """Whether it is a request whose requester gets `Dead` if it is discarded."""
+        return wire.is_request(self.headers) and wire.UNDOES not in self.headers
+
+    @property
     def given_up(self) -> bool:
         """Whether the requester got `Dead` before a stage had received the request. No
         inbox row records that answer."""
-        asked = wire.is_request(self.headers) and wire.UNDOES not in self.headers
         dead = self.resolution == Resolution.DISCARDED or self.reason == "rejected"
-        return not self.stage and asked and dead
+        return not self.stage and self.asks and dead

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import io
 import json
 import threading
 import uuid
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
@@ -76,6 +78,7 @@ from django_txmsg.sending.outbox import foreign_names
 from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect
+from tests.factories import ago
 from tests.faults import wait_until
 from tests.integration.test_intake import WithDeadLetters, taking_in
 from tests.integration.test_unique import waiting
@@ -412,6 +415,46 @@ def test_request_dead_lettered_by_the_broker_is_given_up_when_discarded() -> Non
     letter.refresh_from_db()
     assert (restoring.done, restoring.skipped) == (0, 1)
     assert letter.resolution == "discarded"
+
+
+def forget_requests() -> None:
+    """Prune the inbox rows of the ended requests."""
+    ended = InboxMessage.objects.filter(stage="tour.price").exclude(dead_at=None)
+    columns = ("first_received_at", "last_received_at", "dead_at")
+    assert ended.update(**dict.fromkeys(columns, ago(days=15))) == 1
+    call_command("prune_messages", stdout=io.StringIO())
+    assert not ended.exists()
+
+
+def test_discarded_request_is_not_restored_after_its_row_is_pruned() -> None:
+    broken.add(0)
+    run = tour(1)
+    drain(raises=False)
+    bulk.finish(bulk.start("discard", {}))
+    drain()
+    assert amounts(run) == [-2]
+    broken.clear()
+
+    forget_requests()
+
+    assert bulk.finish(bulk.start("restore", {})).done == 0
+    assert DeadLetter.objects.get().resolution == "discarded"
+
+
+def test_letter_closed_by_its_flow_is_not_restored_after_its_row_is_pruned() -> None:
+    broken.add(0)
+    run = tour(1)
+    drain(raises=False)
+    with transaction.atomic():
+        cancel(run, "closed")
+    drain()
+    letter = DeadLetter.objects.get()
+    assert (letter.resolution, letter.resolved_by) == ("discarded", GONE_ON)
+    broken.clear()
+
+    forget_requests()
+
+    assert bulk.finish(bulk.start("restore", {})).done == 0
 
 
 def test_a_request_that_the_broker_refuses_is_answered_at_once(
