@@ -128,12 +128,11 @@ class TransactionalBackend(BaseTaskBackend):
                 f'TASKS["{self.alias}"]["OPTIONS"]["MODULES"] names.'
             )
         self._warn_of(task.module_path)
-        message = self._store(task, {"args": list(args), "kwargs": dict(kwargs)})
         result: AnyResult = TaskResult(
             task=task,
-            id=str(message.id),
+            id="",
             status=TaskResultStatus.READY,
-            enqueued_at=message.created_at,
+            enqueued_at=None,
             started_at=None,
             last_attempted_at=None,
             finished_at=None,
@@ -143,6 +142,9 @@ class TransactionalBackend(BaseTaskBackend):
             errors=[],
             worker_ids=[],
         )
+        message = self._store(task, {"args": result.args, "kwargs": result.kwargs})
+        object.__setattr__(result, "id", str(message.id))
+        object.__setattr__(result, "enqueued_at", message.created_at)
         task_enqueued.send(type(self), task_result=result)
         return result
 
