@@ -59,7 +59,7 @@ from typing import Annotated, Any, ClassVar
 import pytest
 from django.core.management import call_command
 from django.core.management.base import SystemCheckError
-from django.db import transaction
+from django.db import DatabaseError, connection, transaction
 from django.db.models import F
 from django.utils import timezone
 from pydantic import AliasChoices, Field
@@ -79,6 +79,7 @@ from django_txmsg.flows import (
     step,
 )
 from django_txmsg.flows.deadlines import Deadlines
+from django_txmsg.flows.values import deadline_id
 from django_txmsg.models import (
     DeadLetter,
     FlowStep,
@@ -480,6 +481,52 @@ def test_repeated_time_outs_of_one_turn_store_one_message() -> None:
         Deadlines(["default"]).tick()
     steps = OutboxMessage.objects.filter(destination="rules.flow.steps")
     assert steps.get().message_id == uuid.uuid5(run.turn or uuid.uuid4(), "deadline")
+
+
+@contextmanager
+def refusing(message_id: uuid.UUID) -> Iterator[None]:
+    """Let the database refuse to store this message."""
+    table = "django_txmsg_outboxmessage"
+    create = [
+        f"CREATE TRIGGER refusing BEFORE INSERT ON {table}"
+        f" WHEN NEW.message_id = '{message_id.hex}'"
+        " BEGIN SELECT RAISE(ABORT, 'refused'); END"
+    ]
+    drop = ["DROP TRIGGER refusing"]
+    if connection.vendor == "postgresql":
+        create = [
+            "CREATE FUNCTION refusing() RETURNS trigger LANGUAGE plpgsql"
+            " AS $$BEGIN RAISE 'refused'; END$$",
+            f"CREATE TRIGGER refusing BEFORE INSERT ON {table} FOR EACH ROW"
+            f" WHEN (NEW.message_id = '{message_id}') EXECUTE FUNCTION refusing()",
+        ]
+        drop = [f"DROP TRIGGER refusing ON {table}", "DROP FUNCTION refusing()"]
+    with connection.cursor() as cursor:
+        for statement in create:
+            cursor.execute(statement)
+    try:
+        yield
+    finally:
+        with connection.cursor() as cursor:
+            for statement in drop:
+                cursor.execute(statement)
+
+
+@pytest.mark.usefixtures("undone")
+def test_time_out_that_the_database_refuses_keeps_no_other_from_being_stored() -> None:
+    runs = [begun(number) for number in range(3)]
+    Run.objects.update(due_at=F("due_at") - 2 * HOUR)
+    ids = [deadline_id(run.turn) for run in runs if run.turn is not None]
+    steps = OutboxMessage.objects.filter(destination="rules.flow.steps")
+    with refusing(ids[0]):
+        Deadlines(["default"]).tick()
+        assert set(steps.values_list("message_id", flat=True)) == set(ids[1:])
+        Run.objects.update(due_at=F("due_at") - HOUR)
+        Run.objects.filter(pk__in=[run.pk for run in runs[1:]]).update(due_at=None)
+        with pytest.raises(DatabaseError, match="refused"):
+            Deadlines(["default"]).tick()
+    Deadlines(["default"]).tick()
+    assert steps.count() == 3
 
 
 def test_a_signal_after_the_end_is_late(
