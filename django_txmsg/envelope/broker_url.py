@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import socket
 import ssl
+import time
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -163,6 +165,30 @@ class ConnectionOptions:
             # Without a password OpenSSL would prompt for one on the terminal.
             context.load_cert_chain(self.cert, self.key, self.key_password or "")
         return replace(self, tls=context)
+
+
+def connect(
+    address: tuple[str, int], options: ConnectionOptions, give_up: float
+) -> socket.socket:
+    """Connect to a host, and start TLS if the options have a TLS context. Raises
+    OSError.
+
+    The IP addresses of the host share the time to connect, so that a silent address
+    leaves time for the next address. `give_up` is the monotonic time at which the login
+    must end.
+    """
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    raw = socket.create_connection(address, options.connect_timeout / len(found))
+    try:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if options.tls is None:
+            return raw
+        raw.settimeout(max(0.01, give_up - time.monotonic()))
+        return options.tls.wrap_socket(raw, server_hostname=address[0])
+    except BaseException:
+        raw.close()
+        raise
 
 
 Options = TypeVar("Options", bound=ConnectionOptions)

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from ..envelope import broker_url
 from ..lazy_imports import needs
 from .frames import Frame, FrameParser, ProtocolError, Receipt
 from .ledger import ON_WIRE, QUEUED, Ledger, Pending
@@ -53,12 +54,6 @@ _RETRY = (
     BlockingIOError,
     InterruptedError,
 )
-
-
-def _until(give_up: float) -> float:
-    """Return the seconds until the monotonic time ``give_up``, but at least 0.01,
-    because a time-out of 0 would make a socket non-blocking."""
-    return max(0.01, give_up - time.monotonic())
 
 
 class FrameListener(Protocol):
@@ -120,41 +115,9 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         """Open the socket. (stomp.py's own method hides the reason for a failure, and
         retries.)"""
         give_up = time.monotonic() + self.options.connect_timeout
-        raw = self._connect(give_up)
-        try:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connected = raw
-            if (tls := self.options.tls) is not None:
-                raw.settimeout(_until(give_up))
-                connected = tls.wrap_socket(raw, server_hostname=self.address[0])
-            connected.setblocking(False)
-        except BaseException:
-            raw.close()
-            raise
+        connected = broker_url.connect(self.address, self.options, give_up)
+        connected.setblocking(False)
         self._socket = connected
-
-    def _connect(self, give_up: float) -> socket.socket:
-        """Try the host's IP addresses in turn, and connect to the first address that
-        answers. Return the connected socket. All attempts share the deadline
-        ``give_up``."""
-        error: OSError | None = None
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            *self.address, type=socket.SOCK_STREAM
-        ):
-            try:
-                raw = socket.socket(family, kind, protocol)
-            except OSError as unsupported:
-                error = unsupported
-                continue
-            try:
-                raw.settimeout(_until(give_up))
-                raw.connect(address)
-            except OSError as refused:
-                raw.close()
-                error = refused
-            else:
-                return raw
-        raise error or OSError("the host's name has no address")
 
     def receive(self) -> bytes:
         """Read until the connection ends. stomp.py calls this on its I/O thread.
@@ -382,13 +345,9 @@ class Writer:
     def wait_for_room(self, limit: int, seconds: float) -> bool:
         """Wait until at most ``limit`` bytes are queued, and return True. Return False
         after ``seconds``. The caller holds the lock."""
-        give_up = time.monotonic() + seconds
-        while self.queued_bytes > limit and not self._stopped:
-            left = give_up - time.monotonic()
-            if left <= 0:
-                return False
-            self._room.wait(left)
-        return True
+        return self._room.wait_for(
+            lambda: self._stopped or self.queued_bytes <= limit, seconds
+        )
 
     def join(self, timeout: float) -> None:
         """Wait for the thread to end. Do nothing if the thread never ran, or if it is

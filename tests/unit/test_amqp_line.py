@@ -184,6 +184,25 @@ def test_a_login_that_never_ends_has_one_time_out_for_all_its_steps() -> None:
             server.join()
 
 
+def test_a_frame_that_is_larger_than_agreed_ends_the_connection() -> None:
+    def serve(listening: socket.socket) -> None:
+        client, _ = listening.accept()
+        with client:
+            client.settimeout(30)
+            client.sendall(struct.pack(">BHI", frames.METHOD, 0, 2**31))
+            while client.recv(100):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=serve, args=(listening,))
+        server.start()
+        try:
+            with pytest.raises(BrokerUnavailable, match="a frame of 2147483648 bytes"):
+                Link(listening.getsockname(), Options())
+        finally:
+            server.join()
+
+
 def test_the_addresses_of_a_host_share_the_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,8 +4,11 @@ version."""
 from __future__ import annotations
 
 import io
+import socket
 import sys
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pprint import pformat
 from typing import Any
 
@@ -16,7 +19,12 @@ from django.views.debug import ExceptionReporter, get_default_exception_reporter
 
 from django_txmsg import conf
 from django_txmsg.brokers import make_broker
-from django_txmsg.envelope.broker_url import BrokerUrl, split_url
+from django_txmsg.envelope.broker_url import (
+    BrokerUrl,
+    ConnectionOptions,
+    connect,
+    split_url,
+)
 from django_txmsg.errors import BrokerUnavailable
 from tests.faults import ManageProcess
 
@@ -150,3 +158,30 @@ def test_a_process_hides_them_from_its_start(
 
     assert "shop:***@mq" in text
     assert "TopSecret1" not in text
+
+
+def test_a_silent_address_leaves_time_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first address of the host accepts no connection, because its backlog is full.
+    The second address accepts one."""
+    with ExitStack() as stack:
+        silent, second = (
+            stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=size))
+            for size in (0, 1)
+        )
+        for _ in range(4):  # in the queue of connections, which then is full
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        found = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", one.getsockname())
+            for one in (silent, second)
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        options = ConnectionOptions(connect_timeout=2.0)
+
+        made = connect(("many", 1), options, time.monotonic() + 2.0)
+        stack.enter_context(made)
+
+        assert made.getpeername() == second.getsockname()

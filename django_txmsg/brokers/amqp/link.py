@@ -95,22 +95,9 @@ class Transport:
 
     def connect(self) -> None:
         """Connect to the server and send the protocol header. Raises OSError."""
-        found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
-        # The time-out is for each IP address, so the addresses share the time.
-        share = self._options.connect_timeout / len(found)
-        made = socket.create_connection(self._address, share)
-        try:
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if (tls := self._options.tls) is not None:
-                made.settimeout(max(0.01, self.give_up - time.monotonic()))
-                made = tls.wrap_socket(made, server_hostname=self._address[0])
-            self.sock, self.connected = made, True
-            self.write(_BANNER)
-        except BaseException:
-            self.close()
-            made.close()
-            raise
+        self.sock = broker_url.connect(self._address, self._options, self.give_up)
+        self.connected = True
+        self.write(_BANNER)
 
     def _timed(self, timeout: float) -> socket.socket:
         """Set the socket's time-out, and return the socket. Raises OSError if the
@@ -173,13 +160,15 @@ class Transport:
             return ""
         return ". Perhaps the port is not its AMQP port (5672, with TLS 5671)"
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self, most: int) -> Iterator[Frame]:
         """Yield the complete frames that were read. Each frame is removed from the
         buffer before it is yielded, because the caller may raise, or may read more
-        frames."""
+        frames. Raises OSError for a frame of more than `most` bytes."""
         while len(self._received) >= _HEADER.size:
             kind, channel, size = _HEADER.unpack_from(self._received)
             end = _HEADER.size + size
+            if end >= most:
+                raise OSError(f"the broker announced a frame of {size} bytes")
             if len(self._received) <= end:
                 return
             payload = bytes(memoryview(self._received)[_HEADER.size : end])
@@ -335,7 +324,7 @@ class Link:
         """Handle the frames in the buffer. Return True if any of them was not a
         heartbeat."""
         found = False
-        for kind, channel, payload in self.transport.frames():
+        for kind, channel, payload in self.transport.frames(self._connection.frame_max):
             if kind != frames.BEAT:
                 found = True
                 self._take(kind, channel, payload)
