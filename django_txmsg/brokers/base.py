@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import wire
+from ..envelope.key_order import KeyOrder
 from ..errors import (
     BrokerError,
     BrokerUnavailable,
@@ -304,16 +305,10 @@ def one_by_one(
 ) -> list[BrokerError | None]:
     """Send messages one at a time, and return their outcomes. If a message is not
     stored, do not send the later messages of its key."""
-    outcomes: list[BrokerError | None] = []
-    refused: set[str] = set()
-    for one in batch:
-        key = one.headers.get(wire.KEY, "")
-        outcome = (
-            DispatchHeld("an earlier message of its key was refused")
-            if key in refused
-            else send(one)
-        )
-        if outcome is not None and key:
-            refused.add(key)
-        outcomes.append(outcome)
+    outcomes: list[BrokerError | None] = [None] * len(batch)
+    keys = [one.headers.get(wire.KEY, "") for one in batch]
+    order = KeyOrder(range(len(batch)), keys, outcomes, DispatchHeld)
+    for index, one in enumerate(batch):
+        if index in order.open:
+            order.settle(index, send(one))
     return outcomes

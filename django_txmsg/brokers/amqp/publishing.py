@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 import amqp
 from amqp import spec
 
+from ...envelope.key_order import KeyOrder
 from ...errors import (
     BrokerError,
     BrokerUnavailable,
@@ -29,6 +29,7 @@ from .. import refusals
 from .frames import Ready
 from .link import LOST, PUBLISHING, ChannelClosed, Link, error_text
 
+Sending = KeyOrder[BrokerError]
 #: Most bytes written at once.
 COALESCED = 64 * 1024
 
@@ -69,7 +70,7 @@ class Publisher:
         only after the broker has stored the first. If the first is not stored, the
         second is not sent.
         """
-        sending = _Order(keys, outcomes)
+        sending = KeyOrder(batch, keys, outcomes, DispatchHeld)
         self._batch = batch
         hung_up, error = False, BrokerError("")
         while sending.open and not hung_up:
@@ -126,7 +127,7 @@ class Publisher:
             return error
         return DispatchUnknown(closed.text, hung_up=True)
 
-    def _leave(self, sending: _Order, error: DestinationUnavailable) -> None:
+    def _leave(self, sending: Sending, error: DestinationUnavailable) -> None:
         """Skip all other messages to a destination that has just refused a message.
         Each refusal would close the channel again."""
         refused = {
@@ -157,7 +158,7 @@ class Publisher:
         self._link.contents[PUBLISHING, spec.Basic.Return] = self._on_return
 
     def _pump(
-        self, sending: _Order, window: int, timeout: float, until: float | None
+        self, sending: Sending, window: int, timeout: float, until: float | None
     ) -> None:
         limit = self._link.options.max_in_flight_bytes
         size, progress_at = 0, time.monotonic()
@@ -232,55 +233,3 @@ class Publisher:
 
 class Unroutable(DestinationUnavailable):
     """The broker has returned the message because the queue does not exist."""
-
-
-class _Order:
-    """Selects the messages of a batch that may be sent now, so that the messages of
-    each key stay in order."""
-
-    def __init__(self, keys: Sequence[str], outcomes: list[BrokerError | None]) -> None:
-        self._keys, self.outcomes = keys, outcomes
-        self.ready: deque[int] = deque()
-        #: Indices without an outcome.
-        self.open: set[int] = set()
-        self._waiting: dict[str, deque[int]] = {}
-        spoilt: set[str] = set()
-        for index, key in enumerate(keys):
-            if outcomes[index] is not None:
-                spoilt.add(key)
-            elif key and key in spoilt:
-                self._hold(index)
-            elif key and key in self._waiting:
-                self._waiting[key].append(index)
-                self.open.add(index)
-            else:
-                self.ready.append(index)
-                self.open.add(index)
-                if key:
-                    self._waiting[key] = deque()
-
-    def settle(self, index: int, error: BrokerError | None) -> None:
-        """Record the outcome of a message. If the message was stored, release the next
-        message of its key. If not, hold back all later messages of its key."""
-        self.outcomes[index] = error
-        self.open.discard(index)
-        waiting = self._waiting.get(self._keys[index])
-        if waiting and error is None:
-            self.ready.append(waiting.popleft())
-        while waiting and error is not None:
-            self._hold(waiting.popleft())
-
-    def leave(self, index: int, error: BrokerError) -> None:
-        """Record the outcome of a message that will not be sent."""
-        if index in self.ready:
-            self.ready.remove(index)
-        waiting = self._waiting.get(self._keys[index])
-        if waiting and index in waiting:
-            waiting.remove(index)
-        self.settle(index, error)
-
-    def _hold(self, index: int) -> None:
-        self.open.discard(index)
-        self.outcomes[index] = DispatchHeld(
-            "The message was not sent: an earlier one of its key is not stored."
-        )
