@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
+from ..envelope.key_order import KeyOrder
 from . import destination as destinations
 from .destination import Destination
 from .errors import (
@@ -33,7 +33,7 @@ from .errors import (
 )
 from .ledger import Pending
 from .message import DEFAULT, Encoded, Message, transaction_line
-from .sending import SendingSession
+from .producer import SendingSession
 from .transaction import Transaction
 
 Outcomes = list[MessagingError | None]
@@ -99,16 +99,20 @@ def send(
     keys = keys or [""] * len(messages)
     left_open: Transaction | None = None
     for whole in _parts(session, encoded, one_by_one=isolate):
-        part = _unspoilt(whole, keys, outcomes)
+        frames = dict(whole)
+        order = KeyOrder(frames, keys, outcomes, SendHeldBackError)
+        part = [item for item in whole if item[0] in order.open]
         together = in_transaction and len(part) >= _WORTH_A_TRANSACTION
         transaction = Transaction(session.link) if together else None
         if transaction is None or not _ended(transaction, part, outcomes, patience):
             if transaction is not None and transaction.left_open:
                 left_open = transaction
-            for wave in _waves(part, keys):
-                sent = _unspoilt(wave, keys, outcomes)
-                if sent:
-                    _with_receipts(session, sent, outcomes, patience())
+            while order.ready:
+                sent = [(index, frames[index]) for index in order.ready]
+                order.ready.clear()
+                _with_receipts(session, sent, outcomes, patience())
+                for index, _ in sent:
+                    order.settle(index, outcomes[index])
         if isolate and isinstance(outcomes[whole[0][0]], SendRejectedError):
             # A broker that hangs up after its ERROR must not take down the next
             # message.
@@ -121,45 +125,6 @@ def send(
         if not isinstance(item, Encoded):
             item[1]._provided = one.provided
     return outcomes
-
-
-def _waves(
-    part: list[tuple[int, Encoded]], keys: Sequence[str]
-) -> list[list[tuple[int, Encoded]]]:
-    """Split the messages into waves. No wave has two messages of one key, because the
-    second may be sent only when the first is known to be stored."""
-    waves: defaultdict[int, list[tuple[int, Encoded]]] = defaultdict(list)
-    met: Counter[str] = Counter()
-    for item in part:
-        key = keys[item[0]]
-        waves[met[key]].append(item)
-        if key:
-            met[key] += 1
-    return list(waves.values())
-
-
-def _unspoilt(
-    items: list[tuple[int, Encoded]], keys: Sequence[str], outcomes: Outcomes
-) -> list[tuple[int, Encoded]]:
-    """Return the messages that have no failed predecessor of the same key. Mark all
-    others as held back."""
-    if not any(keys) or not any(outcomes):
-        return items
-    failed: dict[str, int] = {}
-    for index, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
-        if key and outcome is not None:
-            failed.setdefault(key, index)
-    sound = []
-    for item in items:
-        index = item[0]
-        if index > failed.get(keys[index], index):
-            outcomes[index] = SendHeldBackError(
-                f"The message was not sent: an earlier one of its key {keys[index]!r} "
-                f"is not stored."
-            )
-        else:
-            sound.append(item)
-    return sound
 
 
 def _parts(
@@ -196,7 +161,7 @@ def _with_receipts(
         entry = _OfMany(what, timeout, missing, complete)
         entry.receipt = link.ledger.new_receipt()
         entries.append((one.frame(entry.receipt), entry))
-    with link.lock, link.whole:
+    with link.lock, link.whole():
         try:
             link.check_alive()
         except MessagingError as error:
@@ -225,7 +190,7 @@ def _ended(
     data = b"".join([one.frame_with(line) for _, one in part])
     error: MessagingError
     try:
-        with link.lock, link.whole:
+        with link.lock, link.whole():
             link.check_alive()
             transaction.begin()
             transaction.loose(data)

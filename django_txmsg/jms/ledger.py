@@ -294,29 +294,3 @@ class Ledger:
                 lost = lost.unwritten(f"{text} it was never written.")
             self.settle(entry, State.UNKNOWN, lost)
         self._loose.clear()
-
-
-class Whole:
-    """A critical section, used with the link's lock held. If an exception interrupts
-    the section, the client disconnects.
-
-    A signal handler may raise an exception between any two lines of the section. The
-    state of the link would then be unknown.
-    """
-
-    def __init__(self, lose: Callable[[str], None]) -> None:
-        """To disconnect the link, the section calls `lose` with the reason."""
-        self._lose = lose
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if error is not None:
-            self.broken_by(error)
-
-    def broken_by(self, error: BaseException) -> None:
-        """Disconnect the link after an exception. Do nothing after a
-        ``MessagingError``, which leaves the link in a known state."""
-        if not isinstance(error, MessagingError):
-            self._lose(f"a send was interrupted by {error!r}")

@@ -9,13 +9,14 @@ frame is silently sent twice.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from weakref import WeakMethod
 
@@ -28,7 +29,7 @@ from .errors import (
     IllegalStateError,
     MessagingError,
 )
-from .ledger import Ledger, Owner, Pending, Whole
+from .ledger import Ledger, Owner, Pending
 from .options import Options
 from .transport import Transport, Writer
 
@@ -81,7 +82,6 @@ class Link:
         #: Notified when room, an outcome, a delivery or an end may concern a waiting
         #: thread.
         self.changed = threading.Condition(self.lock)
-        self.whole = Whole(self.lose)
         #: Why the link was lost; ``None`` while it is not.
         self.error: ConnectionLostError | None = None
         #: Whether consumers return messages.
@@ -301,6 +301,23 @@ class Link:
             self.transport.disconnect_socket()
             self.changed.notify_all()
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """A critical section, used with the lock held. If an exception interrupts the
+        section, the link is lost: a signal handler may raise an exception between any
+        two lines of the section, so the state of the link is unknown."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken_by(error)
+            raise
+
+    def broken_by(self, error: BaseException) -> None:
+        """Disconnect after an exception. Do nothing after a ``MessagingError``, which
+        leaves the link in a known state."""
+        if not isinstance(error, MessagingError):
+            self.lose(f"a send was interrupted by {error!r}")
+
     def route(self, name: str, deliver: Callable[[frames.Frame], None]) -> None:
         """Pass the deliveries of a subscription to the method ``deliver``, as long as
         the method's object exists. The reader thread calls ``deliver`` with the lock
@@ -350,7 +367,7 @@ class Link:
 
     def post(self, data: bytes, owner: Owner | None = None) -> None:
         """Queue frames that ask for no receipt."""
-        with self.lock, self.whole:
+        with self.lock, self.whole():
             self.check_alive()
             self.ledger.note_loose(owner)
             self.writer.put(data)
@@ -374,7 +391,7 @@ class Link:
         receipt, and ``pending`` gets the frame's outcome."""
         pending.receipt = self.ledger.new_receipt()
         data = frames.encode(command, {**headers, "receipt": pending.receipt.decode()})
-        with self.lock, self.whole:
+        with self.lock, self.whole():
             self.check_alive()
             self.put(data, pending, at_once=True)
 

@@ -22,8 +22,7 @@ from .errors import (
 )
 from .liveness import Liveness
 from .message import Message
-from .producer import MessageProducer
-from .sending import SendingSession
+from .producer import MessageProducer, SendingSession
 from .transaction import Transaction
 
 logger = logging.getLogger("django_txmsg.jms.session")
@@ -134,7 +133,7 @@ class Session(SendingSession):
                 "transaction. Use a session with transacted=False."
             )
         patience = self.link.patience(timeout)
-        with self.link.lock, self.link.whole:
+        with self.link.lock, self.link.whole():
             self.sends.take(0)  # for close() to wait for
         try:
             return batch.send(self, messages, patience, isolate=isolate, keys=keys)

@@ -151,7 +151,7 @@ class Transaction:
         """Wait until the broker has handled all frames of the transaction. If a frame
         has failed, abort the transaction and raise."""
         if ack_ids and self.error is None:
-            with self.link.lock, self.link.whole:
+            with self.link.lock, self.link.whole():
                 self.link.check_alive()
                 self.begin()
                 for ack_id in ack_ids:
@@ -238,13 +238,10 @@ class Transaction:
         The ERROR has no receipt id. If this transaction did not wait for the ERROR, the
         client would attribute the ERROR to another transaction.
         """
-        give_up = time.monotonic() + _REASON_SECONDS
         with self.link.lock:
-            while self.error is None and self.link.error is None:
-                left = give_up - time.monotonic()
-                if left <= 0:
-                    break
-                self.link.changed.wait(left)
+            self.link.changed.wait_for(
+                lambda: self.error or self.link.error, _REASON_SECONDS
+            )
             self.link.ledger.refused.remove(self)
 
     def free(self) -> None:
