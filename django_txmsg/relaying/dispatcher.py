@@ -11,10 +11,10 @@ import atexit
 import heapq
 import logging
 import math
-import queue
-import threading
 import time
+from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from django.db import connections
@@ -28,7 +28,7 @@ from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
 from ..runtime.notifications import notify
 from ..runtime.per_process import PerProcess, at_childs_end
-from ..runtime.thread_group import start_daemon
+from ..runtime.thread_group import Watch
 from .lane import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.dispatcher")
@@ -50,92 +50,79 @@ IDLE = 5.0
 
 
 class Dispatcher:
-    """A daemon thread that dispatches messages from one database to one broker. The
-    first commit starts the thread."""
+    """Dispatches messages from one database to one broker, in a daemon thread."""
 
     def __init__(self, using: str, broker: str) -> None:
         self.using, self.broker = using, broker
-        self._waiting: queue.Queue[list[int] | None] = queue.Queue(MAX_WAITING)
+        #: When the thread acts next, and until when it rests.
+        self.due = self._rested = 0.0
+        self._waiting: deque[list[int]] = deque()
         #: When to try rows again, how often they were tried, and the rows; the earliest
         #: first.
         self._again: list[tuple[float, int, list[int]]] = []
+        self._lane = Lane(using, broker, longest_lease=AFTER_COMMIT_LEASE)
         self._breaker = Breaker(broker, conf.get().RELAY.BREAKER_MAX_PAUSE)
         self._retry = database_health.Retry(
             using, "committed messages are left to the relay"
         )
-        self._stopping = threading.Event()
+        self._stopping = False
+        refused = partial(log.debug, "committed messages are left to the relay: %s")
         name = f"txmsg-dispatch-{using}-{broker}"
-        self._thread = start_daemon(name, self._run)
+        self._thread: Watch[Dispatcher] = Watch(name, self._act, refused)
 
     def wake(self, ids: list[int]) -> None:
         """Request the dispatch of these rows. Never blocks and never fails."""
-        try:
-            self._waiting.put_nowait(ids)
-        except queue.Full:
-            log.debug("dispatcher is behind; %d rows wait for the relay", len(ids))
+        with self._thread.changed:
+            if len(self._waiting) >= MAX_WAITING:
+                log.debug("dispatcher is behind; %d rows wait for the relay", len(ids))
+                return
+            self._waiting.append(ids)
+            self.due = min(self.due, self._rested)
+            self._thread.add(self)
 
     def stop(self, timeout: float) -> None:
         """Dispatch the waiting messages, and end the thread. Waits for at most
         `timeout` seconds."""
-        self._stopping.set()
-        try:
-            self._waiting.put_nowait(None)
-        except queue.Full:
-            return
-        self._thread.join(timeout)
+        with self._thread.changed:
+            self._stopping, self.due = True, 0.0
+        self._thread.stop(timeout)
 
-    def _run(self) -> None:
-        lane = Lane(self.using, self.broker, longest_lease=AFTER_COMMIT_LEASE)
-        limit = conf.get().RELAY.BATCH_SIZE
-        stopping = False
-        rested = 0.0
-        while not stopping:
-            try:
-                ids = self._waiting.get(timeout=self._until_again())
-            except queue.Empty:
-                if not self._again:
-                    self._tidy(lane, idle=True)
-                    continue
-                ids = []
-            stopping = ids is None
-            batch = list(ids or ())
-            early = rested - time.monotonic()
-            if early > 0 and not stopping:
-                self._stopping.wait(early)
-            began = time.monotonic()
+    def _act(self, _: object) -> None:
+        began, limit = time.monotonic(), conf.get().RELAY.BATCH_SIZE
+        batch: list[int] = []
+        with self._thread.changed:
             # Commits made in the meantime leave together.
-            while len(batch) < limit and not stopping:
-                try:
-                    more = self._waiting.get_nowait()
-                except queue.Empty:
-                    break
-                stopping = more is None
-                batch += more or ()
-            for tries, some in [(0, batch), *self._due_again()]:
-                if some and not self._breaker.remaining and self._retry.ready:
-                    self._dispatch(lane, some, tries)
-                    self._tidy(lane, idle=False)
-            ended = time.monotonic()
-            rested = ended + min(LONGEST_REST, REST * (ended - began))
-        lane.close()
-        connections.close_all()
+            while self._waiting and len(batch) < limit:
+                batch += self._waiting.popleft()
+        if not batch and not self._again:
+            self._tidy(idle=True)
+        for tries, some in [(0, batch), *self._due_again()]:
+            if some and not self._breaker.remaining and self._retry.ready:
+                self._dispatch(some, tries)
+                self._tidy(idle=False)
+        ended = time.monotonic()
+        with self._thread.changed:
+            self._rested = ended + min(LONGEST_REST, REST * (ended - began))
+            again_at = self._again[0][0] if self._again else ended + IDLE
+            next_at = self._rested if self._waiting else again_at
+            self.due = 0.0 if self._stopping else max(self._rested, next_at)
+            over = self._stopping and not self._waiting
+            if over:
+                self._thread.remove(self)
+        if over:
+            self._lane.close()
 
-    def _tidy(self, lane: Lane, *, idle: bool) -> None:
+    def _tidy(self, *, idle: bool) -> None:
         """Return connections as CONN_MAX_AGE permits. Like `_dispatch()`, this raises
         nothing that a pool or a log raises."""
         try:
             recycle(idle=idle)
             if idle:
                 # The relay has its messages, and works or has its own outage.
-                self._breaker.worked(opened=lane.opened)
+                self._breaker.worked(opened=self._lane.opened)
         except BaseException:
             with suppress(Exception):
                 log.exception("the dispatcher failed between two commits; it goes on")
-
-    def _until_again(self) -> float:
-        if not self._again:
-            return IDLE
-        return max(0.0, self._again[0][0] - time.monotonic())
 
     def _due_again(self) -> list[tuple[int, list[int]]]:
         """Remove and return the rows to try again now. Each item has the number of
@@ -146,13 +133,13 @@ class Dispatcher:
             due.append((tries, ids))
         return due
 
-    def _dispatch(self, lane: Lane, ids: list[int], tries: int) -> None:
+    def _dispatch(self, ids: list[int], tries: int) -> None:
         try:
             # A restart of the server ends the connection, and only its next use reveals
             # that: then try once more. Rows already claimed keep their lease.
-            self._retry.run(lambda: self._dispatch_all(lane, ids, tries))
+            self._retry.run(lambda: self._dispatch_all(ids, tries))
         except BrokerUnavailable as error:
-            lane.close()
+            self._lane.close()
             with suppress(Exception):  # see below
                 if isinstance(error.__cause__, RuntimeError):
                     # From Python 3.12 on, an exiting process can start no threads.
@@ -161,14 +148,14 @@ class Dispatcher:
                     self._breaker.failed(error)
         except BaseException:
             # The rows are safe in the outbox; this thread must go on, whatever a broker
-            # or a log of the project's own raises: nothing starts it again.
-            lane.close()
+            # or a log of the project's own raises.
+            self._lane.close()
             connections[self.using].close()
             with suppress(Exception):
                 log.exception("dispatch after commit failed; the relay will do it")
 
-    def _dispatch_all(self, lane: Lane, ids: list[int], tries: int) -> None:
-        left, answered = len(ids), False
+    def _dispatch_all(self, ids: list[int], tries: int) -> None:
+        lane, left, answered = self._lane, len(ids), False
         while left > 0 and (claimed := lane.dispatch(ids=ids)):
             left -= claimed
             answered |= lane.answered

@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from django.db import connections
@@ -27,7 +28,7 @@ from ..django_internals import in_block
 from . import database_health
 from .connections import recycle
 from .per_process import Members, PerProcess, at_childs_end
-from .thread_group import start_daemon
+from .thread_group import Watch
 
 #: Wakes the waiters of every topic.
 ALL = "*"
@@ -122,8 +123,6 @@ log = logging.getLogger("django_txmsg.notify")
 CHANNEL = "django_txmsg"
 #: Fewest seconds between two notifications of a process.
 GAP = 0.01
-#: Seconds without a notification after which the thread ends, with its connection.
-IDLE = 60.0
 #: PostgreSQL refuses longer ones, at 8,000 bytes.
 MAX_BYTES = 7000
 
@@ -142,66 +141,37 @@ def notify(using: str, topics: Collection[str]) -> None:
 
 
 class _Notifier:
-    """The thread that sends notifications in one database. The thread ends when there
-    have been no notifications for a while."""
+    """The notifications that must be sent in one database. A thread sends them, and
+    ends when there have been no notifications for a while."""
+
+    #: The topics are always due at once.
+    due = 0.0
 
     def __init__(self, using: str) -> None:
         self._using = using
-        self._lock = threading.Lock()
         self._topics: set[str] = set()
-        self._awake = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._running = self._ending = False
+        # At the end of a process no thread starts: the next poll finds the rows.
+        refused = partial(log.debug, "cannot notify: %s")
+        name = f"txmsg-notify-{using}"
+        self.thread: Watch[_Notifier] = Watch(name, self._send, refused)
 
     def add(self, topics: Collection[str]) -> None:
         """Send notifications for these topics soon."""
-        with self._lock:
+        with self.thread.changed:
             self._topics.update(topics)
-            if not self._running:
-                name = f"txmsg-notify-{self._using}"
-                try:
-                    self._thread = start_daemon(name, self._run)
-                except RuntimeError as error:
-                    # At the end of a process no thread starts: the next poll finds the
-                    # rows.
-                    log.debug("cannot notify: %s", error)
-                    return
-                self._running = True
-        self._awake.set()
+            self.thread.add(self)
 
-    def stop(self, timeout: float) -> None:
-        """Send the outstanding notifications, and end the thread and its connection.
-        Waits for at most `timeout` seconds."""
-        with self._lock:
-            if self._thread is None or not self._running:
-                return
-            self._ending = True
-        self._awake.set()
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        gap = threading.Event()
+    def _send(self, _: object) -> None:
+        with self.thread.changed:
+            topics, self._topics = self._topics, set()
+            self.thread.remove(self)
         try:
-            while True:
-                woken = self._awake.wait(0 if self._ending else IDLE)
-                self._awake.clear()
-                with self._lock:
-                    topics, self._topics = self._topics, set()
-                    if not topics and (self._ending or not woken):
-                        self._running = self._ending = False
-                        return
-                if topics:
-                    self._say(topics)
-                    recycle()
-                    gap.wait(GAP)
+            self._say(topics)
+            recycle()
         except Exception:
-            # The next poll finds what lost notifications were about; the next caller
-            # starts a new thread, even if the log fails too.
-            with self._lock:
-                self._running = self._ending = False
+            # The next poll finds what lost notifications were about.
             log.exception("notifying in database %r failed", self._using)
-        finally:
-            connections.close_all()
+        threading.Event().wait(GAP)
 
     def _say(self, topics: Collection[str]) -> None:
         payload = "\n".join(sorted(topics))
@@ -232,4 +202,4 @@ def stop_notifiers(timeout: float = 1.0) -> None:
     """Send the outstanding notifications and end the threads that send them. Waits at
     most `timeout` seconds for each thread. A later notification starts a new thread."""
     for one in _notifier.all():
-        one.stop(timeout)
+        one.thread.stop(timeout)

@@ -103,9 +103,10 @@ Watched = TypeVar("Watched", bound=Due)
 class Watch(Generic[Watched]):
     """A thread that calls `act` with the objects that are due.
 
-    `act` must not raise, and must make each of the objects due later. The thread ends
-    when there has been no object for a while. If it cannot be started, as at the end of
-    a process, `refused` is called with the error. The objects are not kept alive.
+    `act` must not raise, and must make each of the objects due later, or remove it. The
+    thread ends, with its connections, when there has been no object for a while. If it
+    cannot be started, as at the end of a process, `refused` is called with the error.
+    The objects are not kept alive.
     """
 
     def __init__(
@@ -119,19 +120,18 @@ class Watch(Generic[Watched]):
         self.changed = threading.Condition()
         self.watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._wakes = math.inf
-        self._running = False
+        self._thread: threading.Thread | None = None
+        self._ending = False
 
     def add(self, one: Watched) -> None:
         """Watch an object."""
         with self.changed:
-            running = self._running
+            running = self._thread is not None
             if not running:
                 try:
-                    start_daemon(self._name, self._run)
+                    self._thread = start_daemon(self._name, self._run)
                 except RuntimeError as error:
                     self._refused(error)
-                else:
-                    self._running = True
             self.watched.add(one)
             if running and one.due < self._wakes:
                 self.changed.notify()
@@ -141,25 +141,41 @@ class Watch(Generic[Watched]):
         with self.changed:
             self.watched.discard(one)
 
-    def _run(self) -> None:
-        while True:
-            due = self._wait()
-            if due is None:
+    def stop(self, timeout: float) -> None:
+        """End the thread when no object is left. Waits for at most `timeout`
+        seconds."""
+        with self.changed:
+            thread = self._thread
+            if thread is None:
                 return
-            self._act(due)
-            # Otherwise, the objects would be kept alive until the next are due.
-            del due
+            self._ending = True
+            self.changed.notify()
+        thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while (due := self._wait()) is not None:
+                self._act(due)
+                # Otherwise, the objects would be kept alive until the next are due.
+                del due
+        finally:
+            with self.changed:
+                if self._thread is threading.current_thread():  # `act` has failed
+                    self._thread, self._ending = None, False
+            connections.close_all()
 
     def _wait(self) -> list[Watched] | None:
         """Return the objects that are due, or None if the thread must end."""
         with self.changed:
-            now = time.monotonic()
-            due = [one for one in self.watched if one.due <= now]
-            if due:
-                return due
-            self._wakes = min((one.due for one in self.watched), default=now + IDLE)
-            notified = self.changed.wait(self._wakes - now)
-            if not notified and not self.watched:
-                self._running = False
+            while True:
+                now = time.monotonic()
+                due = [one for one in self.watched if one.due <= now]
+                if due:
+                    return due
+                if self.watched or not self._ending:
+                    wakes = [one.due for one in self.watched]
+                    self._wakes = min(wakes, default=now + IDLE)
+                    if self.changed.wait(self._wakes - now) or self.watched:
+                        continue
+                self._thread, self._ending = None, False
                 return None
-            return []

@@ -372,7 +372,7 @@ def test_watch_thread_ends_without_deadlines(
     past = deadline.Deadline("tests", 0.0, uuid.uuid4())
     watching.add(past)  # wakes it
     watching.remove(past)
-    wait_until(lambda: not watching._running)
+    wait_until(lambda: watching._thread is None)
 
 
 def watchers() -> list[threading.Thread]:

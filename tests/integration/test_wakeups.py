@@ -24,7 +24,12 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher, listener
-from django_txmsg.runtime import database_health, liveness, notifications
+from django_txmsg.runtime import (
+    database_health,
+    liveness,
+    notifications,
+    thread_group,
+)
 from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.outbox import send_message
 from tests import services
@@ -76,13 +81,16 @@ def test_notifications_go_on_after_the_log_has_failed_too(
 ) -> None:
     notifications.notify("default", {"warms up"})
     notifications.stop_notifiers(30)
-    notifier = notifications._notifier("default")
     with django_db_blocker.block(), broken_log("django_txmsg.notify"):
-        notifier.add({"lost"})
-        assert notifier._thread is not None
-        notifier._thread.join(30)
+        notifications._notifier("default").add({"lost"})
+        wait_until(lambda: not _notifying())
     notifications.notify("default", {"queue after"})
-    assert notifier._thread.is_alive()
+    assert _notifying()
+
+
+def _notifying() -> bool:
+    """Return whether a thread of this process sends notifications."""
+    return any(one.name == "txmsg-notify-default" for one in threading.enumerate())
 
 
 def hook() -> None:
@@ -295,13 +303,12 @@ def test_a_quiet_notifier_gives_its_connection_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(notifications, "_notifier", PerProcess(notifications._Notifier))
-    monkeypatch.setattr(notifications, "IDLE", 0.1)
+    monkeypatch.setattr(thread_group, "IDLE", 0.1)
     for _ in range(2):
         with listening() as payloads:
             notifications.notify("default", {"queue any"})
             wait_until(lambda: payloads)
-        (one,) = notifications._notifier.all()
-        wait_until(lambda: not one._running)  # noqa: B023 - called at once
+        wait_until(lambda: not _notifying())
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -410,7 +417,7 @@ def test_listener_of_a_former_primary_falls_back_to_polling(
     monkeypatch.setattr(listener, "PROVE_EVERY", 0.1)
     monkeypatch.setattr(listener, "PROVED", 2.0)
     monkeypatch.setattr(listener, "LOOK", 0.2)
-    monkeypatch.setattr(notifications, "IDLE", 0.05)
+    monkeypatch.setattr(thread_group, "IDLE", 0.05)
     with connection.cursor() as cursor:
         cursor.execute(f'CREATE DATABASE "{elsewhere}"')
     try:
@@ -423,9 +430,7 @@ def test_listener_of_a_former_primary_falls_back_to_polling(
                 wait_until(lambda: "no notification arrived" in caplog.text)
                 wait_until(lambda: not notifications.has_listener("default"))
         wait_until(lambda: not _listens())
-        wait_until(
-            lambda: not any(one._running for one in notifications._notifier.all())
-        )
+        wait_until(lambda: not _notifying())
     finally:
         with connection.cursor() as cursor:
             cursor.execute(f'DROP DATABASE "{elsewhere}" WITH (FORCE)')
