@@ -167,8 +167,6 @@ class StompSession(Session):
         self._producer: jms.MessageProducer | None = None
         self._consumer: jms.MessageConsumer | None = None
         self._destination = self._home = ""
-        # Acknowledged already, by send_back().
-        self._sent_back: list[jms.Message] = []
         # Deliveries that the jms session's open transaction will acknowledge.
         self._enlisted: list[jms.Message] = []
         self._unsent_acks: list[jms.Message] = []
@@ -306,7 +304,6 @@ class StompSession(Session):
             self._commit_acks([delivery])
         else:
             answered(partial(self._session.acknowledge, delivery.handle))
-        self._sent_back.append(delivery.handle)
 
     def _store_beside(self, copy: Outgoing) -> None:
         """Send the copy on another connection, because a broker may close the
@@ -333,10 +330,6 @@ class StompSession(Session):
         raise DispatchRejected(str(error)) from error
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        deliveries = [one for one in deliveries if one.handle not in self._sent_back]
-        self._sent_back.clear()
-        if not deliveries:
-            return
         if self._transacted:
             self._commit_acks(deliveries)
             return

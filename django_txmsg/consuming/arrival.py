@@ -99,7 +99,8 @@ def to_acknowledge(
     return [
         delivery
         for delivery, outcome in zip(deliveries, outcomes, strict=True)
-        if not isinstance(outcome, Interrupted) and not _is_committed(outcome)
+        if not isinstance(outcome, Interrupted | SentBack)
+        and not _is_committed(outcome)
     ]
 
 

@@ -64,34 +64,26 @@ def wake_for_parked(
     for name, members in named.items():
         if members[0].stage.ordered:
             # First: messages that must wait longer are then not due any more.
-            _ask(members, using, between, due=name in due)
+            what = f"cannot recheck the waiting messages of {name!r}"
+            recheck = partial(_recheck, members, between, due=name in due)
+            database_health.retry(using, what).run(recheck)
         if name in due:
             for thread in members:
                 thread.parked_due.set()
 
 
-def _ask(
-    threads: Sequence[StageThread],
-    using: str,
-    between: Callable[[], object],
-    *,
-    due: bool,
+def _recheck(
+    threads: Sequence[StageThread], between: Callable[[], object], *, due: bool
 ) -> None:
     """Check whether too many messages wait at an ordered stage. If `due`, also check
     for each due waiting message whether its turn has come."""
     stage = threads[0].stage
-
-    def ask() -> None:
-        ordering.notice(stage, between)
-        if due:
-            received = all(one.has_received(ordering.grace()) for one in threads)
-            ordering.ask(stage, received, between)
-        for room in {thread.room for thread in threads}:
-            room.look()
-
-    database_health.retry(
-        using, f"cannot recheck the waiting messages of {stage.name!r}"
-    ).run(ask)
+    ordering.notice(stage, between)
+    if due:
+        received = all(one.has_received(ordering.grace()) for one in threads)
+        ordering.ask(stage, received, between)
+    for room in {thread.room for thread in threads}:
+        room.look()
 
 
 log = logging.getLogger("django_txmsg.consumer")
@@ -407,10 +399,18 @@ class Consumer:
                 )
 
     def _threads_of(self, stage: Stage, wanted: int) -> Iterator[StageThread]:
+        """Yield the threads for the stage: as many as `wanted`, or one if the stage
+        subscribes to a topic and the broker allows only one connection for each
+        subscription."""
+        topic = wire.is_topic(stage.destination)
+        if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
+            what = "stage %r consumes a topic: one thread, not %d"
+            log.warning(what, stage.name, wanted)
+            wanted = 1
         consume = self._settings.CONSUME
         throttle = Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE)
         room = Room(stage)
-        for number in range(_threads(stage, wanted)):
+        for number in range(wanted):
             yield StageThread(
                 stage,
                 worker=self._presence.name,
@@ -435,14 +435,3 @@ def _record_options(stage: Stage, between: Callable[[], object]) -> bool:
     else:
         lines.changed(stage.name, stage.rate.period, between)
     return True
-
-
-def _threads(stage: Stage, wanted: int) -> int:
-    """Return the number of threads for the stage: `wanted`, or 1 if the stage
-    subscribes to a topic and the broker allows only one connection for each
-    subscription."""
-    topic = wire.is_topic(stage.destination)
-    if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
-        log.warning("stage %r consumes a topic: one thread, not %d", stage.name, wanted)
-        return 1
-    return wanted

@@ -68,13 +68,13 @@ def _prepare(stage: Stage) -> Stage:
     if plain.answering is not None:
         plain = replace(plain, handler=plain.answering(plain.handler))
     ready = plain
-    inside, outside = _factories()
-    if inner := Chain.of(plain, inside):
+    inner, outer = (Chain(plain, factories) for factories in _factories())
+    if not inner.empty:
         handler = plain.handler
         ready = replace(ready, handler=lambda message: inner.run(message, handler))
     if ready.timeout is not None:
         ready = replace(ready, handler=deadline.timed(ready, ready.timeout))
-    if outer := Chain.of(plain, outside):
+    if not outer.empty:
         # Middlewares around the transaction need one transaction for each message.
         ready = replace(ready, outside=outer, batch=1)
     return ready
@@ -100,11 +100,11 @@ class Chain:
     """The middlewares of one stage that run inside its transaction, or those that run
     around it. All threads of the stage share a chain."""
 
-    def __init__(self, stage: Stage, made: Sequence[Factory]) -> None:
+    def __init__(self, stage: Stage, factories: Sequence[Factory]) -> None:
         self._call: ContextVar[_Call] = ContextVar("django_txmsg_call")
         self.empty = True
         self._first: Handler = self._last
-        for factory in reversed(made):
+        for factory in reversed(factories):
             where = f'TXMSG["STAGE_MIDDLEWARE"] names {factory!r}'
             _checked(factory, where)
             try:
@@ -114,13 +114,6 @@ class Chain:
                 continue
             self.empty = False
             self._first = _checked(middleware, f"{where}: it returns {middleware!r}")
-
-    @classmethod
-    def of(cls, stage: Stage, made: Sequence[Factory]) -> Chain | None:
-        """Return the chain of the middlewares that the factories create for this stage,
-        or None if there are none."""
-        chain = cls(stage, made) if made else None
-        return None if chain is None or chain.empty else chain
 
     def run(
         self,

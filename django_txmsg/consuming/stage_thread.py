@@ -417,29 +417,26 @@ class StageThread:
         """Process one due parked message. Returns False if there is none."""
         self.on_parked = True
         try:
-            return self._worked_parked(session)
+            if not self._parking.may_be_due:
+                return False
+            # Claimed only in its turn: a lease would end while the thread waits.
+            with self._throttle.turn(self._ends) as may_work:
+                parked = self._parking.claim() if may_work else None
+                if parked is None:
+                    return False
+                if self._ends():
+                    self._parking.give_back(parked)
+                    return False
+                arrival = self._arrival(session, decoding.from_parked(parked), parked)
+                outcomes = self._decided([arrival])
+            if outcomes is None and arrival.counted:
+                with contextlib.suppress(AnyDatabaseError):  # its lease ends by itself
+                    self._parking.give_back(parked)
+            for outcome in outcomes or ():
+                self._note(outcome)
+            return True
         finally:
             self.on_parked = False
-
-    def _worked_parked(self, session: Session) -> bool:
-        if not self._parking.may_be_due:
-            return False
-        # Claimed only in its turn: a lease would end while the thread waits.
-        with self._throttle.turn(self._ends) as may_work:
-            parked = self._parking.claim() if may_work else None
-            if parked is None:
-                return False
-            if self._ends():
-                self._parking.give_back(parked)
-                return False
-            arrival = self._arrival(session, decoding.from_parked(parked), parked)
-            outcomes = self._decided([arrival])
-        if outcomes is None and arrival.counted:
-            with contextlib.suppress(AnyDatabaseError):  # its lease ends by itself
-                self._parking.give_back(parked)
-        for outcome in outcomes or ():
-            self._note(outcome)
-        return True
 
     def _ends(self) -> bool:
         """Return whether the thread must not process any further message now."""

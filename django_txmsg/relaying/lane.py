@@ -462,7 +462,8 @@ class Lane:
     def _pause(self, found: Receipts) -> None:
         """Pause, for all lanes, the destinations that currently accept no messages."""
         stored = {row.destination for row in found.stored} if found.refused else ()
-        for destination, error in found.unavailable.items():
+        unavailable = {row.destination: error for row, error in found.refused}
+        for destination, error in unavailable.items():
             if self._pauses_destinations:
                 self._refused.add(destination)
             self._pauses.refused(destination, error, progress=destination in stored)

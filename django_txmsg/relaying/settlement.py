@@ -55,11 +55,6 @@ class Receipts:
     #: hung up.
     silence: BrokerError | None = None
 
-    @property
-    def unavailable(self) -> dict[str, DestinationUnavailable]:
-        """The destinations that currently accept no messages, and the reasons."""
-        return {row.destination: error for row, error in self.refused}
-
 
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
