@@ -63,6 +63,10 @@ _OURS = {"django_txmsg", "txmsg_spark"}
 #: Distributions whose versions are printed.
 DRIVERS = ("psycopg", "psycopg2", "stomp.py", "amqp", "celery", "pyspark")
 
+_PRIVILEGES = (
+    "The user needs SELECT, INSERT, UPDATE and DELETE on the tables of django_txmsg, "
+    "and USAGE on their sequences."
+)
 
 #: The result of a test, its text, and perhaps what to do.
 Result = tuple[str, str] | tuple[str, str, str]
@@ -240,7 +244,7 @@ def _migrations(alias: str) -> Result:
 
 
 def _sequences(alias: str) -> Result:
-    behind = []
+    behind, unusable = [], []
     for model in apps.get_models():
         options = model._meta
         if (
@@ -250,15 +254,24 @@ def _sequences(alias: str) -> Result:
         ):
             continue
         with contextlib.suppress(AnyDatabaseError):  # this role may not read the table
-            ((late,),) = query(
+            ((usable, late),) = query(
                 alias,
-                "SELECT has_sequence_privilege(s, 'USAGE, SELECT')"  # noqa: S608 - ours
+                "SELECT has_sequence_privilege(s, 'USAGE'),"  # noqa: S608 - ours
+                " has_sequence_privilege(s, 'USAGE, SELECT')"
                 f" AND (SELECT max(id) FROM {options.db_table})"
                 " > coalesce(pg_sequence_last_value(s::regclass), 0)"
                 " FROM pg_get_serial_sequence(%s, 'id') s",
                 [options.db_table],
             )
             behind += [options] if late else []
+            unusable += [] if usable else [options.db_table]
+    if unusable:
+        return (
+            BAD,
+            "this user may not use them, so a large send_messages() fails, of "
+            f"{listed(unusable, 3)}",
+            _PRIVILEGES,
+        )
     if not behind:
         return GOOD, "ahead of the rows"
     where = "" if alias == "default" else f" --database {alias}"
@@ -303,8 +316,7 @@ def _writes(alias: str) -> Result:
         return (
             BAD,
             _one_line(error),
-            "The user needs SELECT, INSERT, UPDATE and DELETE on the tables of "
-            "django_txmsg, on a server that takes writes.",
+            f"{_PRIVILEGES} The server has to take writes.",
         )
     return GOOD, "a message was stored and rolled back"
 
