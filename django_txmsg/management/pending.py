@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import logging
+import re
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -133,7 +134,7 @@ class Reschedule(_PerMessage):
 
 def _delay(text: str) -> dt.timedelta:
     # Earlier releases took a number of seconds, without a unit.
-    return read_age(f"{text}s" if text.isdecimal() else text)
+    return read_age(f"{text}s" if re.fullmatch(r"\d+(\.\d+)?", text) else text)
 
 
 def _instant(text: str) -> dt.datetime:

@@ -226,7 +226,9 @@ class Schedules(PausingCommand):
         said = timetable.said_made(name, expression, to)
         try:
             with transaction.atomic(using=using):
-                body = serializers.loads(options["body"])
+                body = options["body"]
+                if isinstance(body, str):  # else given to call_command() by keyword
+                    body = serializers.loads(body)
                 timetable.make_recurring(name, expression, to, body, tz=options["tz"])
                 record(using, Deed.MAKE, said)
         except (TxmsgError, ValueError) as error:

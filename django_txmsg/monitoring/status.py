@@ -19,7 +19,7 @@ from django.db import router
 
 from .. import conf, wire
 from ..brokers import find_broker
-from ..models import InboxMessage, OutboxMessage, StageState, Worker
+from ..models import InboxMessage, OutboxMessage, SessionRecord, StageState, Worker
 from ..models.fields import clock
 from ..models.monitoring import PERIOD
 from ..models.queue import queue_name
@@ -136,6 +136,8 @@ class Status:
     """The open runs of each flow."""
     stuck_undos: int = 0
     """How many runs are stuck at an undo. A brief reading counts only these runs."""
+    sessions_given_up: int = 0
+    """How many sessions were given up in the last 24 hours. Not in a brief reading."""
     late_ticks: list[Timing] = field(default_factory=list)
     """The recurring messages that were not stored when they were due."""
     unconsumed: dict[str, str] = field(default_factory=dict)
@@ -315,6 +317,8 @@ def _read_more(status: Status, using: str) -> None:
         place.dead += one.count
         place.oldest_dead = min(filter(None, (place.oldest_dead, one.first)))
     status.runs += runs.read(using)
+    records = SessionRecord.objects.db_manager(using)
+    status.sessions_given_up += records.given_up(dt.timedelta(days=1))
 
 
 def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:

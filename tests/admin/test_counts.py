@@ -12,6 +12,7 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import StringIO
 from typing import Any
 
@@ -383,16 +384,31 @@ def test_a_database_that_does_not_answer_is_named_and_the_others_are_counted(
     assert away == {("other", ""): 1}
 
 
-def test_database_that_fails_while_runs_are_counted_is_reported() -> None:
+@contextmanager
+def refused(part: str) -> Iterator[None]:
+    """Refuse the statements in "other" that contain `part`."""
+
     def refuse(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
-        if "failing" in sql:  # a run that undoes its work
+        if part in sql:
             raise OperationalError("it is away")
         return execute(sql, *rest)
 
     with connections["other"].execute_wrapper(refuse):
+        yield
+
+
+def test_database_that_fails_while_runs_are_counted_is_reported() -> None:
+    with refused("failing"):  # a run that undoes its work
         found = health.look()
 
     assert (found["status"], found["databases"]["other"]) == ("stuck", "no answer")
+
+
+def test_database_that_fails_while_sessions_are_counted_is_reported() -> None:
+    with refused("django_txmsg_sessionrecord"):
+        facts, code = told()
+
+    assert (facts["unreadable"], code) == ({"other": "it is away"}, 1)
 
 
 def test_stage_with_a_refused_subscription_has_no_consumer(

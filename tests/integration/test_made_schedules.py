@@ -385,7 +385,9 @@ def test_the_command_makes_and_removes_a_recurring_message() -> None:
     assert (found["name"], found["every"]) == ("made", "0 3 * * *")
     with pytest.raises(CommandError, match="Nothing was changed"):
         told("make", "made", "0 3 * * *", "tests.made", "--body", "{")
+    call_command("txmsg", "schedule", *made[:-2], body={"a": 2}, stdout=StringIO())
+    assert Schedule.objects.get().made["body"] == {"a": 2}
     assert told("remove", "made") == "Removed recurring message made.\n"
     with pytest.raises(CommandError, match="was made here"):
         told("remove", "made")
-    assert AuditEntry.objects.count() == 2
+    assert AuditEntry.objects.count() == 3

@@ -286,10 +286,11 @@ def test_commands_cancel_reschedule_and_report_failures() -> None:
 
 
 @pytest.mark.django_db
-def test_delay_without_a_unit_is_in_seconds() -> None:
+@pytest.mark.parametrize("seconds", ["3600", "3599.5"])
+def test_delay_without_a_unit_is_in_seconds(seconds: str) -> None:
     one = stored()
 
-    call_command("txmsg", "reschedule", str(one), "--delay", "3600")
+    call_command("txmsg", "reschedule", str(one), "--delay", seconds)
 
     delay = OutboxMessage.objects.get(message_id=one).due_at - timezone.now()
     assert dt.timedelta(minutes=59) < delay <= dt.timedelta(minutes=60)

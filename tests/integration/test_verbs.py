@@ -176,6 +176,8 @@ def test_a_wrong_argument_is_refused_in_one_sentence(line: str, error: str) -> N
         ("dead_letters mute --fingerprint feed --text x", {"duration": "8h"}, ""),
         ("txmsg flows list", {"older_than": "7d"}, ""),
         ("prune_messages", {"batch_size": 0}, "batch_size: must be 1 or more"),
+        ("take_over_outbox_pattern", {"batch_size": 0}, "batch_size: must be 1 or mo"),
+        ("message_status", {"fail_on": "dead,typo"}, "fail_on: 'typo' is not a kind"),
         ("relay", {"once": True, "batch_size": 0}, "batch_size: must be 1 or more"),
         ("consume", {"once": True, "concurrency": 0}, "concurrency: must be 1 or more"),
     ],

@@ -13,13 +13,19 @@ from django.db import router
 
 from ... import conf
 from ...conf.schema import BAD, KINDS
-from ...models import OutboxMessage, SessionRecord
+from ...models import OutboxMessage
 from ...monitoring import alarms, status
 from ...monitoring.lengths import duration
 from ...monitoring.status import Place, Status
 from ...monitoring.turns import at_least
 from ...monitoring.waiting import CAP, Waiting, capped
-from ..terminal import DatabaseCommand, printable, require_tables, values
+from ..terminal import (
+    DatabaseCommand,
+    printable,
+    read_option,
+    require_tables,
+    values,
+)
 
 #: The kinds of alarms about messages that do not move, or a database that does not
 #: answer.
@@ -49,18 +55,12 @@ class Command(DatabaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = [] if options["database"] is None else [options["database"]]
         require_tables(*aliases or [router.db_for_write(OutboxMessage)])
+        kinds = read_option(options, "fail_on", _kinds)
         picture = status.read(*aliases)
-        given_up = sum(
-            SessionRecord.objects.db_manager(using).given_up(dt.timedelta(days=1))
-            for using in picture.databases
-            if using not in picture.unreadable
-        )
         if options["json"]:
-            found = facts(picture) | {"sessions_given_up": given_up}
-            self.stdout.write(json.dumps(found, indent=2))
+            self.stdout.write(json.dumps(facts(picture), indent=2))
         else:
-            self._print(picture, given_up)
-        kinds = options["fail_on"]
+            self._print(picture)
         for alarm in alarms.of(picture):
             bad = alarm.tone == "bad"
             if alarm.kind in kinds and (bad or kinds is not STUCK):
@@ -68,7 +68,7 @@ class Command(DatabaseCommand):
             if bad and BAD in kinds:
                 sys.exit(1)
 
-    def _print(self, picture: Status, given_up: int) -> None:
+    def _print(self, picture: Status) -> None:
         line = self.stdout.write
         now = picture.now
         for title, waiting in (
@@ -102,8 +102,8 @@ class Command(DatabaseCommand):
                 + (f", {capped(flow.undoing)} undoing" if flow.undoing else "")
                 + (f", {capped(flow.stuck)} stuck" if flow.stuck else "")
             )
-        if given_up:
-            line(f"{'sessions given up in 24 h:':<31}{given_up}")
+        if picture.sessions_given_up:
+            line(f"{'sessions given up in 24 h:':<31}{picture.sessions_given_up}")
         living = picture.attendance.living
         silent = len(picture.attendance.workers) - len(living)
         line(
@@ -205,6 +205,7 @@ def facts(picture: Status) -> dict[str, Any]:
             | {"heartbeat_age": _seconds(worker.heartbeat_at, now)}
             for worker in picture.attendance.workers
         ],
+        "sessions_given_up": picture.sessions_given_up,
     }
 
 

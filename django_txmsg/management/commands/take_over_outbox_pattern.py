@@ -27,7 +27,7 @@ from ...models import InboxMessage, OutboxMessage
 from ...relaying import dispatcher
 from ...sending.outbox import send_message
 from ...stages import Stage, all_stages
-from ..terminal import DatabaseCommand, chosen_database, positive
+from ..terminal import DatabaseCommand, chosen_database, positive, read_option
 
 FAILED, SCHEDULED, SUCCEEDED = -1, 1, 2
 _APPS = Apps()  # no tables of ours: no migration is made for them
@@ -105,6 +105,7 @@ class Command(DatabaseCommand):
             raise CommandError(f"No broker {options['broker']!r} under BROKERS.")
         if not all("=" in one for one in options["rename"]):
             raise CommandError("--rename takes OLD=NEW.")
+        options["batch_size"] = read_option(options, "batch_size", positive)
         using = chosen_database(options, OutboxMessage)
         self.renamed = dict(one.split("=", 1) for one in options["rename"])
         self.strange, self.refused = Counter(), Counter()
