@@ -219,8 +219,8 @@ _old = _before(_CREATED)
 
 def _of_no_use(cutoff: dt.datetime) -> Q:
     # Other brokers delete expired messages themselves.
-    destination = wire.control_destination(conf.get().SERVICE)
-    return Q(queue=destination, enqueued_at__lt=cutoff)
+    queues = map(wire.control_destination, conf.get().services)
+    return Q(queue__in=list(queues), enqueued_at__lt=cutoff)
 
 
 def _old_tail(cutoff: dt.datetime) -> Q:

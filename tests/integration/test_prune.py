@@ -265,12 +265,13 @@ def test_rows_of_a_full_second_are_pruned(name: str, row: Any) -> None:
 
 def test_unreceived_control_messages_are_deleted_after_a_day() -> None:
     queues = {"mine.txmsg.control": 30, "orders.place": 30, "other.txmsg.control": 30}
-    for queue, hours in [*queues.items(), ("mine.txmsg.control", 20)]:
+    mine = [("mine.txmsg.control", 20), ("former.txmsg.control", 30)]
+    for queue, hours in [*queues.items(), *mine]:
         row = QueueMessage.objects.create(queue=queue, body=b"")
         aged(QueueMessage, row, enqueued_at=ago(hours=hours))
 
-    with txmsg(SERVICE="mine"):
-        assert "stale control messages: 1 deleted." in prune()
+    with txmsg(SERVICE="mine", FORMER_SERVICES=("former",)):
+        assert "stale control messages: 2 deleted." in prune()
     left_in = QueueMessage.objects.values_list("queue", flat=True)
     assert sorted(left_in) == sorted(queues)
 
