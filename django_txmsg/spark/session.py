@@ -183,7 +183,8 @@ class SparkProcess:
 
     The process ends when a run fails. A Spark Connect server closes idle sessions, so
     if the failed run was not the first in its session, the run is tried again in a new
-    process.
+    process. A run that was killed because it had not ended after a day is not tried
+    again: it would block the other jobs for another day.
     """
 
     def __init__(self, spec: JobSpec, settings: Sequence[tuple[str, str]] = ()) -> None:
