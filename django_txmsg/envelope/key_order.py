@@ -32,8 +32,8 @@ class KeyOrder(Generic[Error]):
         self.open: set[int] = set()
         self._waiting: dict[str, deque[int]] = {}
         spoilt: set[str] = set()
-        for index, key in enumerate(keys):
-            if outcomes[index] is not None:
+        for index, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
+            if outcome is not None:
                 spoilt.add(key)
             elif index not in indices:
                 continue

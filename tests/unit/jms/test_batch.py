@@ -94,6 +94,14 @@ def test_a_refused_message_holds_back_its_key_in_the_next_part_of_the_batch(
     assert stored == [n for n in range(1200) if n not in (7, 1100)]
 
 
+def test_batch_with_keys_for_only_some_messages_is_not_sent(
+    broker: ScriptedBroker, session: jms.Session
+) -> None:
+    with pytest.raises(ValueError, match="argument"):
+        session.send_batch(batch_of(5), keys=["k"])
+    assert not broker.received("SEND")
+
+
 def test_a_refused_transaction_ends_the_connection_when_each_message_has_its_outcome(
     broker: ScriptedBroker, session: jms.Session
 ) -> None:
