@@ -8,13 +8,14 @@ handlers.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from .per_process import PerProcess
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class State:
 def begin(name: str, *, ready: bool = True) -> None:
     """Watch the current thread from now on, until `ended()`. The process is not ready
     before each of its loops is."""
-    _loops[threading.get_ident()] = (name, time.monotonic(), ready)
+    _loops()[threading.get_ident()] = (name, time.monotonic(), ready)
 
 
 def turned(pause: float = 0.0, *, ready: bool = True) -> None:
@@ -40,27 +41,28 @@ def turned(pause: float = 0.0, *, ready: bool = True) -> None:
     it may now wait for `pause` seconds. Does nothing in a thread that has not called
     `begin()`."""
     ident = threading.get_ident()
-    known = _loops.get(ident)
+    loops = _loops()
+    known = loops.get(ident)
     if known is not None:
-        _loops[ident] = (known[0], time.monotonic() + pause, ready)
+        loops[ident] = (known[0], time.monotonic() + pause, ready)
 
 
 def pauses(seconds: float) -> None:
     """Record that the current thread now waits between two attempts of a message."""
     turned(seconds)
-    _pause_ends[threading.get_ident()] = time.monotonic() + seconds
+    _pause_ends()[threading.get_ident()] = time.monotonic() + seconds
 
 
 def pause_end(ident: int | None) -> float:
     """Return when a thread's last pause between two attempts ends, as an instant of
     `time.monotonic()`, or 0 without such a pause."""
-    return 0.0 if ident is None else _pause_ends.get(ident, 0.0)
+    return 0.0 if ident is None else _pause_ends().get(ident, 0.0)
 
 
 def ended() -> None:
     """Stop watching the current thread."""
-    _loops.pop(threading.get_ident(), None)
-    _pause_ends.pop(threading.get_ident(), None)
+    _loops().pop(threading.get_ident(), None)
+    _pause_ends().pop(threading.get_ident(), None)
 
 
 def stopping() -> None:
@@ -72,32 +74,21 @@ def stopping() -> None:
 def state() -> State:
     """Return the state of this process."""
     now = time.monotonic()
-    loops = list(_loops.values())
+    loops = list(_loops().values())
     name, turned_at, _ = min(loops, key=lambda one: one[1], default=("", now, False))
     ready = bool(loops) and all(one[2] for one in loops) and not _stop_requested
     return State(ready, name, max(0.0, now - turned_at))
 
 
 #: By thread: the name of its loop, when it turned last, and whether it is ready.
-_loops: dict[int, tuple[str, float, bool]] = {}
+_loops: PerProcess[dict[int, tuple[str, float, bool]]] = PerProcess(dict)
 _stop_requested = False
 
 #: By thread: when its last pause between two attempts ends.
-_pause_ends: dict[int, float] = {}
+_pause_ends: PerProcess[dict[int, float]] = PerProcess(dict)
 
 #: By thread: the handler that it runs.
-_running: dict[int, Running] = {}
-
-
-def _forget() -> None:
-    """Forget the parent's threads in a forked child, which does not have them."""
-    _loops.clear()
-    _pause_ends.clear()
-    _running.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+_running: PerProcess[dict[int, Running]] = PerProcess(dict)
 
 
 # When a process last did anything. `--once` ends by it, and a process that receives
@@ -148,14 +139,15 @@ def running(stage: str, message_id: uuid.UUID, attempt: int) -> Iterator[None]:
     """Record, for the duration of the block, that this thread runs a handler."""
     thread = threading.current_thread()
     ident, since = threading.get_ident(), time.monotonic()
-    _running[ident] = Running(thread.name, stage, message_id, attempt, since)
+    handlers = _running()
+    handlers[ident] = Running(thread.name, stage, message_id, attempt, since)
     try:
         yield
     finally:
-        _running.pop(ident, None)
+        handlers.pop(ident, None)
 
 
 def now_running() -> list[Running]:
     """Return the handlers that run now, the longest first."""
-    found = list(_running.values())
+    found = list(_running().values())
     return sorted(found, key=lambda one: one.since)
