@@ -40,13 +40,13 @@ class Content:
     size: int
     headers: dict[str, str] = field(default_factory=dict)
     text: str = ""
+    #: A large body that was requested, unmodified.
     raw: bytes | None = None
-    """A large body that was requested, unmodified."""
     cut: bool = False
+    #: Whether no part of the body is shown, because it is too large to be masked.
     unmaskable: bool = False
-    """Whether no part of the body is shown, because it is too large to be masked."""
+    #: The path of the task, masked.
     task: str = ""
-    """The path of the task, masked."""
 
 
 def read(

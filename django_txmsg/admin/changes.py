@@ -59,8 +59,8 @@ class Change:
     what: str
     database: str
     fingerprint: str = ""
+    #: The version that began shortly before an error, and how long before.
     after: str = ""
-    """The version that began shortly before an error, and how long before."""
 
 
 def read(using: str, kinds: Collection[str]) -> list[Change]:

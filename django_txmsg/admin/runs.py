@@ -342,8 +342,8 @@ class Sequence:
 
     boxes: list[Box]
     height: int
+    #: How many earlier steps are not drawn.
     more: int
-    """How many earlier steps are not drawn."""
 
 
 def sequence(run: Run, *, signals: Collection[str], states: bool) -> Sequence:

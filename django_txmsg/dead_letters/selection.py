@@ -184,8 +184,8 @@ class Shown:
     count: int
     up_to: int
     ids: int
+    #: The instant, by the database's clock (RFC 3339).
     as_of: str
-    """The instant, by the database's clock (RFC 3339)."""
 
     @classmethod
     def of(cls, rows: QuerySet[Any]) -> Shown:

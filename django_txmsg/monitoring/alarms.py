@@ -36,13 +36,13 @@ class Alarm:
     tone: Tone = "bad"
     table: str = "worker"
     query: str = ""
+    #: One of `conf.schema.KINDS`.
     kind: str = ""
-    """One of `conf.schema.KINDS`."""
+    #: What distinguishes it from others of its kind, for as long as it lasts.
     about: str = ""
-    """What distinguishes it from others of its kind, for as long as it lasts."""
+    #: The words of a database, a broker or an operator. They may name hosts and users,
+    #: so alerts leave them out.
     words: str = ""
-    """The words of a database, a broker or an operator. They may name hosts and users,
-    so alerts leave them out."""
 
     def __str__(self) -> str:
         return f"{self.what}{self.more}{self.words}"

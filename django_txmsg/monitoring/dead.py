@@ -27,12 +27,12 @@ class Dead:
     count: int
     first: dt.datetime
     last: dt.datetime
+    #: The primary key of the newest one.
     example: int
-    """The primary key of the newest one."""
+    #: The highest number of deaths of one of them.
     deaths: int
-    """The highest number of deaths of one of them."""
+    #: Whether the error is muted, and not more of it are open than its mute allows.
     muted: bool
-    """Whether the error is muted, and not more of it are open than its mute allows."""
 
     @property
     def place(self) -> str:

@@ -64,13 +64,13 @@ class Kind:
     name: str
     model: type[models.Model]
     days: float | None
+    #: Which rows may be deleted, by the cutoff. The pipeline's archive uses the same
+    #: rules.
     settled: Rule | Callable[[dt.datetime], Q]
-    """Which rows may be deleted, by the cutoff. The pipeline's archive uses the same
-    rules."""
     clock: str | None = None
     by: str = "pk"
+    #: Whose rows are deleted, in a database that several services share.
     services: tuple[str, ...] | None = None
-    """Whose rows are deleted, in a database that several services share."""
 
     @property
     def logged(self) -> bool:

@@ -78,26 +78,25 @@ class Place:
     oldest_dead: dt.datetime | None = None
     muted: int = 0
     last: dt.datetime | None = None
+    #: The broker of the last dispatch, of a destination.
     broker: str = ""
-    """The broker of the last dispatch, of a destination."""
     processing: float | None = None
     critical: float | None = None
     paused_at: dt.datetime | None = None
     paused_by: str = ""
     paused_why: str = ""
+    #: Messages that wait for newer code.
     newer: NeedsNewerCode | None = None
-    """Messages that wait for newer code."""
+    #: Messages that wait for their predecessors, at an ordered stage.
     line: Line = field(default_factory=Line)
-    """Messages that wait for their predecessors, at an ordered stage."""
+    #: Since when the stage has been receiving nothing, because too many messages wait.
     full_since: dt.datetime | None = None
-    """Since when the stage has been receiving nothing, because too many messages
-    wait."""
+    #: Whether the stage is declared here.
     known: bool = True
-    """Whether the stage is declared here."""
+    #: The live processes that run the stage.
     workers: int = 0
-    """The live processes that run the stage."""
+    #: The stages declared here that consume the destination.
     consumers: list[str] = field(default_factory=list)
-    """The stages declared here that consume the destination."""
 
     @property
     def label(self) -> str:
@@ -118,37 +117,36 @@ class Status:
     now: dt.datetime
     databases: list[str]
     attendance: Attendance
+    #: The further databases, in which only the embedded broker's tables are read.
     with_only_queues: list[str] = field(default_factory=list)
-    """The further databases, in which only the embedded broker's tables are read."""
+    #: The databases that do not answer, each with the error.
     unreadable: dict[str, str] = field(default_factory=dict)
-    """The databases that do not answer, each with the error."""
+    #: The databases that refuse writes.
     read_only: list[str] = field(default_factory=list)
-    """The databases that refuse writes."""
     destinations: dict[str, Place] = field(default_factory=dict)
+    #: The pending messages by the service that stored them; "" for an earlier release.
     services: dict[str, Waiting] = field(default_factory=dict)
-    """The pending messages by the service that stored them; "" for an earlier
-    release."""
     stages: dict[str, Place] = field(default_factory=dict)
     queues: dict[str, Waiting] = field(default_factory=dict)
+    #: The runs of flows that wait for a deadline, by service.
     deadlines: dict[str, Waiting] = field(default_factory=dict)
-    """The runs of flows that wait for a deadline, by service."""
+    #: The open runs of each flow.
     runs: list[Runs] = field(default_factory=list)
-    """The open runs of each flow."""
+    #: How many runs are stuck at an undo. A brief reading counts only these runs.
     stuck_undos: int = 0
-    """How many runs are stuck at an undo. A brief reading counts only these runs."""
+    #: How many sessions were given up in the last 24 hours. Not in a brief reading.
     sessions_given_up: int = 0
-    """How many sessions were given up in the last 24 hours. Not in a brief reading."""
+    #: The recurring messages that were not stored when they were due.
     late_ticks: list[Timing] = field(default_factory=list)
-    """The recurring messages that were not stored when they were due."""
+    #: The destinations without a known consumer, each with the name that was perhaps
+    #: meant.
     unconsumed: dict[str, str] = field(default_factory=dict)
-    """The destinations without a known consumer, each with the name that was perhaps
-    meant."""
     subscriptions: list[Subscription] = field(default_factory=list)
+    #: The open dead letters that are not muted, by place and error, each with its
+    #: database.
     errors: list[tuple[str, dead.Dead]] = field(default_factory=list)
-    """The open dead letters that are not muted, by place and error, each with its
-    database."""
+    #: The keys of ordered stages whose messages have waited for too long.
     held_keys: list[HeldKey] = field(default_factory=list)
-    """The keys of ordered stages whose messages have waited for too long."""
 
     @property
     def outbox(self) -> Waiting:

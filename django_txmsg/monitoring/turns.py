@@ -30,12 +30,12 @@ class Line:
     """The blocked messages of one ordered stage."""
 
     count: int = 0
+    #: Their bytes, headers included.
     size: int = 0
-    """Their bytes, headers included."""
+    #: Since when the first of them has been waiting.
     since: dt.datetime | None = None
-    """Since when the first of them has been waiting."""
+    #: The keys whose messages have waited for too long.
     held: int = 0
-    """The keys whose messages have waited for too long."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class HeldKey:
     key: str
     count: int
     since: dt.datetime
+    #: The first of them.
     message_id: uuid.UUID | None
-    """The first of them."""
     waits_for: uuid.UUID | None
+    #: The state of the message that it waits for.
     why: str
-    """The state of the message that it waits for."""
 
 
 def lines(using: str, paused: Collection[str] = ()) -> dict[str, Line]:

@@ -40,16 +40,16 @@ class Waiting:
     overdue: int = 0
     in_flight: int = 0
     retried: int = 0
+    #: For a stage: how many of them wait for a slot of the stage's rate.
     for_rate: int = 0
-    """For a stage: how many of them wait for a slot of the stage's rate."""
     oldest_due: dt.datetime | None = None
+    #: For a queue that this service does not judge: since when a message is due.
     not_judged_since: dt.datetime | None = None
-    """For a queue that this service does not judge: since when a message is due."""
+    #: The destination, stage or queue.
     name: str = ""
-    """The destination, stage or queue."""
     database: str = ""
+    #: For the outbox: the service that stored them; "" for an earlier release.
     service: str = ""
-    """For the outbox: the service that stored them; "" for an earlier release."""
 
     @property
     def capped(self) -> bool:

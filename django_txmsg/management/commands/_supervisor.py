@@ -154,10 +154,10 @@ class Slot:
     process: subprocess.Popen[bytes] | None = None
     start_at: float = 0.0
     started_at: float = 0.0
+    #: How often in a row its children have failed.
     failures: int = 0
-    """How often in a row its children have failed."""
+    #: Whether its child has been asked to end.
     leaving: bool = False
-    """Whether its child has been asked to end."""
 
     @property
     def works(self) -> bool:
