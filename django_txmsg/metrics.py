@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from django.apps import apps
-from django.db import DatabaseError, InterfaceError
+from django.db import DatabaseError, InterfaceError, router
 from django.dispatch import Signal
 from django.http import HttpRequest, HttpResponse
 
@@ -304,8 +304,9 @@ class Collector:
         installed."""
         if not apps.is_installed("django_txmsg.spark"):
             return
-        alerts = apps.get_model("txmsg_spark", "PipelineAlert")
-        for one in alerts._default_manager.order_by("service", "name"):
+        model = apps.get_model("txmsg_spark", "PipelineAlert")
+        alerts = model._default_manager.using(router.db_for_write(model))
+        for one in alerts.order_by("service", "name"):
             labels = {"alert": one.name, "service": one.service}
             gauges.set("pipeline_alert", int(one.firing), **labels)
             gauges.set("pipeline_value", one.value, **labels, unit=one.unit)

@@ -75,6 +75,13 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
     class Media:
         css: ClassVar[dict[str, list[str]]] = {"all": ["django_txmsg/admin.css"]}
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Return the rows of the database that is written. A replica that lags behind
+        would not have the row of a button that was just pressed, and a router may read
+        from a database without messages."""
+        rows: QuerySet[Any] = super().get_queryset(request)
+        return rows.using(router.db_for_write(self.model))
+
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Return False, because rows cannot be added here."""
         return False
@@ -200,11 +207,9 @@ class RowPageAdmin(ReadOnlyAdmin):
     def get_object(
         self, request: HttpRequest, object_id: str, from_field: str | None = None
     ) -> Any:
-        """Return the row from the database that is written: a replica that lags behind
-        does not have the row of a button that was just pressed."""
-        rows = self.get_queryset(request).using(router.db_for_write(self.model))
+        """Return the row, or None if it does not exist."""
         try:
-            return rows.get(**{from_field or "pk": object_id})
+            return self.get_queryset(request).get(**{from_field or "pk": object_id})
         except (self.model.DoesNotExist, ValidationError, ValueError):
             return None
 

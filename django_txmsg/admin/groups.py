@@ -64,7 +64,7 @@ class GroupPages(Pages):
     def page(self, request: HttpRequest) -> HttpResponse:
         """Show open dead letters grouped by error, the largest groups first."""
         insist(self._admin.has_view_permission(request))
-        using = router.db_for_read(DeadLetter)
+        using = router.db_for_write(DeadLetter)
         groups = grouped(using)
         context = {
             "groups": groups[:MOST_GROUPS],

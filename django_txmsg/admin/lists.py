@@ -46,7 +46,7 @@ class AlertAdmin(ReadOnlyAdmin):
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """Show the list. If no relay watches the open alerts, say so."""
-        unwatched = said_unwatched(router.db_for_read(Alert))
+        unwatched = said_unwatched(router.db_for_write(Alert))
         if unwatched and self.has_view_permission(request):
             messages.warning(request, unwatched)
         return super().changelist_view(request, extra_context)
@@ -146,12 +146,10 @@ class IdempotencyAdmin(ReadOnlyAdmin):
 
     def delete_model(self, request: HttpRequest, obj: IdempotencyKey) -> None:
         """Delete a key, and record this in the audit."""
-        # The row may have been read from a replica.
-        using = obj._state.db = router.db_for_write(IdempotencyKey)
-        with audited(using):
+        with audited(router.db_for_write(IdempotencyKey)):
             text = f"Deleted idempotency key {obj.key} of {obj.caller}."
             audit(request, obj, Deed.DELETE, text)
-            obj.delete(using=using)
+            obj.delete()
 
     def delete_queryset(
         self, request: HttpRequest, queryset: QuerySet[IdempotencyKey]

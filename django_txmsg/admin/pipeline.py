@@ -184,7 +184,7 @@ class FindingAdmin(ReadOnlyAdmin):
             return self._ask(request, findings, "replay", others=others)
         using = router.db_for_write(Finding)
         with audited(using):
-            found = list(shown.using(using).select_for_update().order_by("pk"))
+            found = list(shown.select_for_update().order_by("pk"))
             ids = sorted({str(finding.message_id) for finding in found})
             if not ids:
                 messages.warning(request, "No message was selected for a replay.")
@@ -261,10 +261,9 @@ class FindingAdmin(ReadOnlyAdmin):
     ) -> int:
         """Change these findings, and add an audit entry for each. Return the number of
         findings."""
-        using = router.db_for_write(Finding)  # the list may be read from a replica
+        using = router.db_for_write(Finding)
         with audited(using):
-            rows = findings.using(using).select_for_update().order_by("pk")
-            chosen = list(rows)
+            chosen = list(findings.select_for_update().order_by("pk"))
             for finding in chosen:
                 audit(request, finding, deed, text)
             keys = OneOf("pk", [finding.pk for finding in chosen])

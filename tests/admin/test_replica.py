@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from django.db.models import Model
 from django.test import Client
+from django.utils import timezone
 
-from django_txmsg.models import BulkOperation
+from django_txmsg import metrics
+from django_txmsg.models import Alert, BulkOperation
+from django_txmsg.spark.models import PipelineAlert
 from tests import factories
 from tests.running import declared
 
@@ -52,3 +55,18 @@ def test_the_stages_show_a_rate_that_was_just_set(admin_client: Client) -> None:
         admin_client.post("/admin/django_txmsg/stagestate/limit/", form)
         page = admin_client.get("/admin/django_txmsg/stagestate/").content.decode()
     assert "Reset the rate of tests.limited" in page
+
+
+def test_lists_groups_and_metrics_show_the_primary(admin_client: Client) -> None:
+    letter = factories.DeadLetterFactory(exception="ValueError: primary")
+    Alert.objects.db_manager("default").begin("tests", "dead/x", "dead", "primary")
+    make = PipelineAlert.objects.using("default").create
+    make(service="tests", name="primary", checked_at=timezone.now())
+
+    for page in ("deadletter/", "deadletter/?resolution=open", "alert/"):
+        shown = admin_client.get(f"/admin/django_txmsg/{page}").content.decode()
+        assert "primary" in shown
+    action = {"action": "discard_selected", "_selected_action": str(letter.pk)}
+    asked = admin_client.post("/admin/django_txmsg/deadletter/", action, follow=True)
+    assert "Discard 1 message?" in asked.content.decode()
+    assert b'txmsg_pipeline_alert{alert="primary"' in metrics.of_database()
