@@ -20,7 +20,7 @@ from django.utils.safestring import SafeString
 
 from ..errors import TxmsgError
 from ..models import AuditEntry, BulkOperation
-from ..models.monitoring import Deed
+from ..models.monitoring import Deed, Done
 from . import changes, display
 from .base import ReadOnlyAdmin, address, operator, plain
 from .filters import BetweenFilter, PlaceFilter, filter_of
@@ -63,13 +63,12 @@ def audit(
 def perform(
     request: HttpRequest,
     using: str,
-    change: Callable[[], tuple[Model, Deed, str] | None],
+    change: Callable[[], Done | None],
     refusal: str,
 ) -> None:
     """Call `change` in a transaction with its audit entry, and show the result to the
-    user. `change` returns the arguments of the entry: the changed row, the deed and its
-    text. If it returns None, nothing was changed, and the user reads `refusal`. If it
-    raises an error about the user's input, the user reads the error."""
+    user. If `change` returns None, nothing was changed, and the user reads `refusal`.
+    If it raises an error about the user's input, the user reads the error."""
     try:
         with audited(using):
             done = change()

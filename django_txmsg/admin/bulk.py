@@ -9,13 +9,11 @@ runs in the background, and has a page with its progress.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from django.contrib import admin, messages
 from django.db import router
-from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, QueryDict
 from django.utils import timezone
 
@@ -106,15 +104,9 @@ class BulkAdmin(RowPageAdmin):
             messages.warning(request, f"There is no bulk operation {pk} here.")
             return self.led_to_list(request)
         insist(request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]))
-        using, said = operation._state.db, f"{verb.capitalize()}: {operation}."
-        past = {"cancel": "cancelled"}.get(verb, f"{verb}d")
-
-        def change() -> tuple[Model, Deed, str] | None:
-            moved = getattr(BulkOperation.objects.db_manager(using), verb)(pk)
-            return (operation, Deed.OPERATION, said) if moved else None
-
+        using, past = operation._state.db, {"cancel": "cancelled"}.get(verb, f"{verb}d")
         refusal = f"The operation has ended, or was {past} before."
-        perform(request, using, change, refusal)
+        perform(request, using, partial(bulk.move, verb, pk, using), refusal)
         return led(request, "admin:django_txmsg_bulkoperation_change", pk)
 
     status = display.column("state", display.badge, "state")
@@ -131,11 +123,10 @@ def start(
     kind: BulkKind,
     filters: dict[str, Any],
     using: str,
-    said: Callable[[BulkOperation], str],
     **options: Any,
 ) -> BulkOperation:
     """Start the bulk operation that the user has confirmed, with the rate and the
-    reason from the form. The function `said` returns the text for the audit.
+    reason from the form.
 
     Raises TxmsgError. Raises ValueError if the rate is not a number.
     """
@@ -150,8 +141,7 @@ def start(
             rate=float(rate) if rate else None,
             **options,
         )
-        because = f"; why: {why}" if why else ""
-        text = f"{said(operation)}; filter: {filter_text(filters)}{because}."
+        text = bulk.described(operation, filters, why)
         audit(request, operation, Deed(kind.value), text)
     return operation
 
@@ -216,13 +206,11 @@ class ConfirmPages(Pages):
         token = request.POST.get("shown")
         tolerates = int(request.POST.get("tolerates") or 0)
         first = request.POST.get("first") == "1" and kind == BulkKind.REDELIVER
-        how = ", one first" if first else ""
         operation = start(
             request,
             kind,
             filters,
             using,
-            lambda one: f"{kind.capitalize()} {one.subject}{one.forced}{how}",
             force=request.POST.get("force") == "1",
             shown=Shown.parse(token) if token else None,
             tolerates=max(tolerates, 0) if first else None,

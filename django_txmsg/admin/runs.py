@@ -178,7 +178,6 @@ class RunAdmin(RowPageAdmin):
                     BulkKind.GO_BACK,
                     filters,
                     using,
-                    lambda one: f"Send {one.subject} back to step {to}",
                     shown=Shown.parse(given(request, "shown")),
                 )
                 return led(

@@ -11,18 +11,15 @@ from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.db import router
-from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 
-from .. import conf, contracts
+from .. import contracts
 from ..consuming import rates
 from ..contracts import READABLE_FROM, VERSION, Contract
-from ..envelope import serializers
 from ..errors import ConfigurationError
 from ..models import Schedule, StageState
-from ..models.monitoring import Deed
+from ..models.monitoring import Done
 from ..monitoring import pausing, schedule, status
-from ..scheduling import timetable
 from ..stages import all_stages
 from .audit import perform
 from .base import ReadOnlyAdmin, given, insist, may, operator
@@ -42,9 +39,9 @@ class PausableAdmin(ReadOnlyAdmin):
     #: The form's field with the name.
     field: ClassVar[str] = "name"
 
-    #: Pauses or resumes the one with this name. Returns its row, or None if nothing
-    #: changed. Raises ConfigurationError for an unknown name.
-    change: Callable[..., Model | None]
+    #: Pauses or resumes the one with this name. Returns None if nothing changed. Raises
+    #: ConfigurationError for an unknown name.
+    change: Callable[..., Done | None]
 
     def database(self, name: str) -> str:
         """Return the database that stores whether `name` is paused."""
@@ -73,16 +70,10 @@ class PausableAdmin(ReadOnlyAdmin):
     def move(self, request: HttpRequest, *, paused: bool) -> HttpResponse:
         """Pause or resume a stage or a recurring message."""
         insist(may(request, f"pause_{self.kind}"))
-        name, why = given(request, self.field), given(request)
-        what = f"{self.noun} {name}"
+        name, by, why = given(request, self.field), operator(request), given(request)
+        change = partial(self.change, name, paused=paused, by=by, why=why)
         state = "already" if paused else "not"
-        refusal = f"Nothing was changed: {what} is {state} paused."
-
-        def change() -> tuple[Model, Deed, str] | None:
-            row = self.change(name, paused=paused, by=operator(request), why=why)
-            entry = pausing.entry(what, paused=paused, why=why)
-            return None if row is None else (row, *entry)
-
+        refusal = f"Nothing was changed: {self.noun} {name} is {state} paused."
         perform(request, self.database(name), change, refusal)
         return self.led_to_list(request)
 
@@ -163,17 +154,11 @@ class StageAdmin(PausableAdmin):
         restore the stage's declared rate."""
         insist(may(request, "limit_stage"))
         name, rate = given(request, "stage"), given(request, "rate")
-        states, said = rates.states(), f"Stage {name} has its own rate again."
-
-        def change() -> tuple[Model, Deed, str] | None:
-            if not rate:
-                reset = states.unlimit(name)
-                return (states.get(stage=name), Deed.LIMIT, said) if reset else None
-            rates.limit(name, rate, LIMITED, by=operator(request))
-            limited = f"Stage {name} has a rate of {rate} for an hour."
-            return states.get(stage=name), Deed.LIMIT, limited
-
-        perform(request, states.db, change, f"Stage {name} has its own rate already.")
+        change: Callable[[], Done | None] = partial(rates.reset, name)
+        if rate:
+            change = partial(rates.limit, name, rate, LIMITED, by=operator(request))
+        refusal = f"Stage {name} has its own rate already."
+        perform(request, rates.states().db, change, refusal)
         return self.led_to_list(request)
 
     def contract(self, request: HttpRequest) -> HttpResponse:
@@ -220,50 +205,23 @@ class ScheduleAdmin(PausableAdmin):
         ]
 
     def make(self, request: HttpRequest) -> HttpResponse:
-        """Make a recurring message from the form's values."""
+        """Make a recurring message from the form's values, or change it."""
         name, expression, destination, body, tz = (
             given(request, field)
             for field in ("name", "expression", "destination", "body", "tz")
         )
-
-        def change() -> None:
-            value = serializers.loads(body or "null")
-            timetable.make_recurring(
-                name, expression, destination, value, tz=tz or None
-            )
-
-        said = timetable.said_made(name, expression, destination)
-        return self._change(request, name, Deed.MAKE, said, change)
+        return self._change(
+            request,
+            partial(
+                schedule.make, name, expression, destination, body or "null", tz or None
+            ),
+        )
 
     def remove(self, request: HttpRequest) -> HttpResponse:
         """Remove a recurring message that was made at run time."""
-        name = given(request, "name")
+        return self._change(request, partial(schedule.remove, given(request, "name")))
 
-        def change() -> None:
-            if not timetable.remove_recurring(name):
-                raise ConfigurationError(f"{name!r} was not made here.")
-
-        said = f"Removed recurring message {name}."
-        return self._change(request, name, Deed.REMOVE, said, change)
-
-    def _change(
-        self,
-        request: HttpRequest,
-        name: str,
-        deed: Deed,
-        said: str,
-        change: Callable[[], None],
-    ) -> HttpResponse:
+    def _change(self, request: HttpRequest, change: Callable[[], Done]) -> HttpResponse:
         insist(may(request, "make_schedule"))
-        using = router.db_for_write(Schedule)
-        rows = Schedule.objects.using(using).filter(
-            service=conf.get().SERVICE, name=name
-        )
-
-        def changed() -> tuple[Model, Deed, str]:
-            before = rows.first()
-            change()
-            return rows.first() or before or Schedule(name=name), deed, said
-
-        perform(request, using, changed, refusal="")
+        perform(request, router.db_for_write(Schedule), change, refusal="")
         return self.led_to_list(request)

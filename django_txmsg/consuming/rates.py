@@ -23,7 +23,9 @@ from ..envelope.stage_options import Rate
 from ..errors import ConfigurationError, DecodeError
 from ..models import RateLine, StageState
 from ..models.fields import clock
+from ..models.monitoring import Deed, Done
 from ..models.stage import NO_SLOT
+from ..monitoring.lengths import duration
 from ..stages import all_stages
 from . import batch, decoding
 from .arrival import Arrival, Outcome
@@ -45,7 +47,7 @@ def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
     return batch.process(arrivals) if waiting is None else [waiting]
 
 
-def limit(stage: str, text: str, period: dt.timedelta, *, by: str) -> None:
+def limit(stage: str, text: str, period: dt.timedelta, *, by: str) -> Done:
     """Change the rate of a stage for the time `period`. The stage's consumers apply the
     rate, and reschedule the messages that wait for a slot.
 
@@ -55,6 +57,16 @@ def limit(stage: str, text: str, period: dt.timedelta, *, by: str) -> None:
     if not any(one.name == stage and one.rate for one in all_stages()):
         raise ConfigurationError(f"No stage {stage!r} here has a rate= to change.")
     states().limit(stage, str(Rate.parse(text)), period, by=by)
+    said = f"Stage {stage} has a rate of {text} for {duration(period)}."
+    return states().get(stage=stage), Deed.LIMIT, said
+
+
+def reset(stage: str) -> Done | None:
+    """Restore the declared rate of a stage. Returns None if its rate is not changed."""
+    if not states().unlimit(stage):
+        return None
+    said = f"Stage {stage} has its own rate again."
+    return states().get(stage=stage), Deed.LIMIT, said
 
 
 def states() -> Any:

@@ -29,6 +29,7 @@ from ..models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from ..models.bulk_operation import BulkKind, BulkState
 from ..models.dead_letter import Resolution
 from ..models.fields import Later, limit_waits
+from ..models.monitoring import Deed, Done
 from ..rules import dead_letters
 from ..runtime import database_health, liveness, notifications
 from ..runtime.notifications import notify
@@ -204,6 +205,27 @@ def start(
         operation.pk, kind, operation.subject, by or "unknown", dict(filters),
     )  # fmt: skip
     return operation
+
+
+def described(operation: BulkOperation, filters: Mapping[str, Any], why: str) -> str:
+    """Return the text for the audit about the start of an operation."""
+    if operation.kind == BulkKind.GO_BACK:
+        what = f"Send {operation.subject} back to step {filters['to']}"
+    else:
+        what = f"{operation.kind.capitalize()} {operation.subject}{operation.forced}"
+    first = "" if operation.tolerates is None else ", one first"
+    because = f"; why: {why}" if why else ""
+    return f"{what}{first}; filter: {selection.filter_text(filters)}{because}."
+
+
+def move(verb: str, pk: int, using: str) -> Done | None:
+    """Pause, resume or cancel an operation. Returns None if the operation does not
+    exist, or is in a state in which `verb` is not possible."""
+    operations = BulkOperation.objects.db_manager(using)
+    if not getattr(operations, verb)(pk):
+        return None
+    operation = operations.get(pk=pk)
+    return operation, Deed.OPERATION, f"{verb.capitalize()}: {operation}."
 
 
 def work_off(using: str, stop: threading.Event) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import threading
-import uuid
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
@@ -21,12 +20,13 @@ from ..monitoring import runs
 from ..monitoring.lengths import duration
 from ..rules.dead_letters import wrong_rate
 from .terminal import (
-    VerbParser,
+    add_actions,
     chosen_database,
     not_blank,
     print_list,
     printable,
     read_age,
+    read_ids,
     read_option,
     record,
     say,
@@ -45,15 +45,11 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         names = ("list", "show", *acts.ACTS)
-        actions = parser.add_subparsers(
-            dest="action", required=True, parser_class=VerbParser,
-            metavar="ACTION", help=", ".join(names),
-        )  # fmt: skip
-        for name in names:
-            add = actions.add_parser(name).add_argument
+        for name, action in add_actions(parser, dict.fromkeys(names)).items():
+            add = action.add_argument
             add("--database", metavar="ALIAS")
-            add("runs", nargs="+" if name == "show" else "*", type=uuid.UUID,
-                metavar="RUN", help="the id of a run")  # fmt: skip
+            add("runs", nargs="+" if name == "show" else "*", metavar="RUN",
+                help="the id of a run")  # fmt: skip
             add("--flow", type=not_blank, help="the name of the flow")
             add("--key", type=not_blank)
             add("--step", type=not_blank, help="the step that runs next")
@@ -78,12 +74,14 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = chosen_database(options, Run)
+        options["runs"] = read_ids(options["runs"])
         found = _selected(using, options)
         if options["action"] == "list":
             only_open = not (options["state"] or options["runs"])
             none = f"No {'open ' * only_open}run matches."
             none += " --state answered lists ended ones." * only_open
-            self._list(found[: options["limit"]], using, none, options["json"])
+            limit = read_option(options, "limit", whole_number)
+            self._list(found[:limit], using, none, options["json"])
         elif options["action"] == "show":
             self._show(found, using, options["json"])
         else:

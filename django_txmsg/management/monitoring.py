@@ -14,7 +14,14 @@ from ..models.fields import local
 from ..models.monitoring import Deed
 from ..monitoring import process_states
 from ..monitoring.process_states import WITHIN
-from .terminal import chosen_database, not_blank, print_list, values, whole_number
+from .terminal import (
+    chosen_database,
+    not_blank,
+    print_list,
+    read_option,
+    values,
+    whole_number,
+)
 
 
 class Alerts(BaseCommand):
@@ -60,7 +67,7 @@ class Audit(BaseCommand):
             if wanted := options[lookup.partition("__")[0]]:
                 entries = entries.filter(**{lookup: wanted})
         found = entries.select_related("operation").order_by("-pk")
-        found = found[: options["limit"]]
+        found = found[: read_option(options, "limit", whole_number)]
         rows = (
             values(one, "at", "by", "deed", "text", "done") | {"shown": one.count}
             for one in found

@@ -7,8 +7,8 @@ import argparse
 import datetime as dt
 import logging
 import re
-import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
@@ -16,15 +16,19 @@ from django.db import transaction
 
 from .. import wire
 from ..consuming import deadline
+from ..dead_letters import bulk
 from ..models import BulkOperation, OutboxMessage
 from ..models.fields import local
 from ..models.monitoring import Deed
 from ..sending.pending import cancel_message, reschedule_message
 from .terminal import (
+    add_actions,
     chosen_database,
     operator,
+    perform,
     print_list,
     read_age,
+    read_ids,
     read_option,
     record,
     say,
@@ -47,7 +51,7 @@ class _PerMessage(BaseCommand):
     reason = ""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("id", nargs="+", type=uuid.UUID, metavar="ID")
+        parser.add_argument("id", nargs="+", metavar="ID")
         if self.reason:
             parser.add_argument("--why", default="", help=self.reason)
         parser.add_argument("--database", metavar="ALIAS")
@@ -55,7 +59,7 @@ class _PerMessage(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         left = []
         using, arguments = chosen_database(options, OutboxMessage), self.given(options)
-        for message_id in options["id"]:
+        for message_id in read_ids(options["id"]):
             with transaction.atomic(using=using):
                 done = self.change(message_id, using=using, **arguments)
                 if done:
@@ -155,24 +159,25 @@ class Bulk(BaseCommand):
     help = "Lists, pauses, resumes and cancels bulk operations on dead letters."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        shown = actions.add_parser("list", help="The newest first.")
-        shown.add_argument("--limit", type=whole_number, default=20, metavar="N")
-        shown.add_argument("--json", action="store_true")
-        for name, text in (
-            ("pause", "Stop after the current batch."),
-            ("resume", "Go on after the last batch."),
-            ("cancel", "End here; processed messages are not undone."),
-        ):
-            action = actions.add_parser(name, help=text)
-            action.add_argument("id", type=int, metavar="ID")
-        for action in actions.choices.values():
+        actions = add_actions(parser, {
+            "list": "The newest first.",
+            "pause": "Stop after the current batch.",
+            "resume": "Go on after the last batch.",
+            "cancel": "End here; processed messages are not undone.",
+        })  # fmt: skip
+        for name, action in actions.items():
             action.add_argument("--database", metavar="ALIAS")
+            if name != "list":
+                action.add_argument("id", type=int, metavar="ID")
+                continue
+            action.add_argument("--limit", type=whole_number, default=20, metavar="N")
+            action.add_argument("--json", action="store_true")
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = chosen_database(options, BulkOperation)
         if options["action"] == "list":
-            self._list(using, options["limit"], options["json"])
+            limit = read_option(options, "limit", whole_number)
+            self._list(using, limit, options["json"])
         else:
             self._move(using, options["action"], options["id"])
 
@@ -184,18 +189,12 @@ class Bulk(BaseCommand):
         print_list(self.stdout, "operations", rows, lines, none, as_json=as_json)
 
     def _move(self, using: str, verb: str, pk: int) -> None:
-        operations = BulkOperation.objects.db_manager(using)
-        with transaction.atomic(using=using):
-            moved = getattr(operations, verb)(pk)
-            if moved:
-                operation = operations.get(pk=pk)
-                said = f"{verb.capitalize()}: {operation}."
-                record(using, Deed.OPERATION, said, operation=operation)
-        if not moved:
+        said = perform(using, partial(bulk.move, verb, pk, using))
+        if not said:
             states = {"pause": " or is not running", "resume": " or is not paused"}
             unless = f"has ended{states.get(verb, '')}, or does not exist"
             raise CommandError(f"Bulk operation {pk} {unless}.")
-        self.stdout.write(f"{verb.capitalize()}: {operation}.")
+        self.stdout.write(said)
 
 
 _FACTS = (

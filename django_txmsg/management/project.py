@@ -25,7 +25,7 @@ from ..models import InboxMessage, OutboxMessage
 from ..models.fields import Holds
 from ..models.monitoring import Deed
 from ..rules.inbox import NEEDS_NEWER_CODE
-from .terminal import chosen_database, not_blank, record, require_stage
+from .terminal import add_actions, chosen_database, not_blank, record, require_stage
 
 _STAGE = """
 from django_txmsg import Message, stage
@@ -166,20 +166,17 @@ class Contracts(BaseCommand):
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        export = actions.add_parser("export", help="Write the contract's file.")
-        check = actions.add_parser(
-            "check", help="Exit 1 if a change breaks a sender or receiver."
-        )
-        bury = actions.add_parser("bury", help="Bury messages that need newer code.")
+        actions = add_actions(parser, {
+            "export": "Write the contract's file.",
+            "check": "Exit 1 if a change breaks a sender or receiver.",
+            "bury": "Bury messages that need newer code.",
+        })  # fmt: skip
+        bury, check = actions["bury"], actions["check"]
         bury.add_argument("--stage", type=not_blank, help="Of this stage alone.")
         bury.add_argument("--database", metavar="ALIAS")
-        for action in (export, check):
-            action.add_argument(
-                "file",
-                nargs="?",
-                help='Default: TXMSG["CONTRACT"]; "-": standard output',
-            )
+        file = 'Default: TXMSG["CONTRACT"]; "-": standard output'
+        for name in ("export", "check"):
+            actions[name].add_argument("file", nargs="?", help=file)
         check.add_argument("--json", action="store_true")
         check.add_argument(
             "--database", metavar="ALIAS", nargs="?",

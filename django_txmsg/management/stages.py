@@ -4,32 +4,32 @@ messages. Also `manage.py txmsg rate`."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import router, transaction
+from django.db import router
 from django.db.models import Model
 
 from ..consuming import rates
-from ..envelope import serializers
 from ..errors import TxmsgError
 from ..models import Schedule, StageState
 from ..models.fields import local
-from ..models.monitoring import Deed
+from ..models.monitoring import Done
 from ..monitoring import pausing, schedule, status
 from ..monitoring.lengths import duration
 from ..monitoring.schedule import Timing
 from ..monitoring.waiting import capped
-from ..scheduling import timetable
 from ..stages import all_stages
 from .terminal import (
+    add_actions,
     operator,
+    perform,
     print_list,
     printable,
     read_age,
     read_option,
-    record,
     require_tables,
     values,
 )
@@ -41,28 +41,25 @@ _PAUSED = ("paused_at", "paused_by", "paused_why")
 class PausingCommand(BaseCommand):
     """A command with the actions `list`, `pause` and `resume`."""
 
-    noun: str
     model: type[Model]
-    #: The help texts of `list` and `pause`.
-    listed: str
-    paused: str
+    #: The actions with their help texts.
+    actions: Mapping[str, str]
     #: `change` pauses or resumes the object with a name. `database` returns the
     #: database that stores this object.
-    change: Callable[..., Model | None]
+    change: Callable[..., Done | None]
     database: Callable[[str], str]
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         self.add_actions(parser)
 
-    def add_actions(self, parser: argparse.ArgumentParser) -> Any:
-        """Add the actions. Return the object that adds further ones."""
-        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        shown = actions.add_parser("list", help=self.listed)
-        shown.add_argument("--json", action="store_true")
-        pause = actions.add_parser("pause", help=self.paused)
-        pause.add_argument("--why", default="", help="The reason, for other operators.")
-        for action in (pause, actions.add_parser("resume", help="Go on.")):
-            action.add_argument("name", nargs="+", metavar="NAME")
+    def add_actions(self, parser: argparse.ArgumentParser) -> dict[str, Any]:
+        """Add the actions. Return their parsers by name."""
+        actions = add_actions(parser, self.actions)
+        actions["list"].add_argument("--json", action="store_true")
+        why = "The reason, for other operators."
+        actions["pause"].add_argument("--why", default="", help=why)
+        for name in ("pause", "resume"):
+            actions[name].add_argument("name", nargs="+", metavar="NAME")
         return actions
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -73,17 +70,11 @@ class PausingCommand(BaseCommand):
         paused, why = options["action"] == "pause", options.get("why", "")
         verb, by = "Paused" if paused else "Resumed", f"command: {operator()}"
         for name in options["name"]:
-            kind = type(self)
-            using = kind.database(name)
-            with transaction.atomic(using=using):
-                changed = kind.change(name, paused=paused, by=by, why=why)
-                if changed is not None:
-                    what = f"{self.noun} {name}"
-                    record(using, *pausing.entry(what, paused=paused, why=why))
-            shown = printable(name)
+            change = partial(self.change, name, paused=paused, by=by, why=why)
+            changed, shown = perform(self.database(name), change), printable(name)
             self.stdout.write(
                 f"{verb} {shown}."
-                if changed is not None
+                if changed
                 else f"{shown} is paused already."
                 if paused
                 else f"{shown} is not paused."
@@ -104,9 +95,12 @@ class Stages(PausingCommand):
     """Show, pause and resume stages."""
 
     help = "Lists, pauses and resumes stages."
-    noun, model = "stage", StageState
-    listed = "Each with its messages and workers."
-    paused = "Start no more messages."
+    model = StageState
+    actions = {
+        "list": "Each with its messages and workers.",
+        "pause": "Start no more messages.",
+        "resume": "Go on.",
+    }
     change = staticmethod(pausing.set_stage)
     database = staticmethod(lambda name: router.db_for_write(StageState))
 
@@ -137,35 +131,32 @@ class Rate(BaseCommand):
     help = "Lists the rates of stages, and changes a rate for a while."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        actions.add_parser("list", help="The stages that have a rate.")
-        change = actions.add_parser("set", help="Give a stage another rate.")
-        change.add_argument("stage", metavar="STAGE")
-        change.add_argument("rate", metavar="RATE", help="like 10/s, 900/m")
-        change.add_argument(
+        actions = add_actions(parser, {
+            "list": "The stages that have a rate.",
+            "set": "Give a stage another rate.",
+            "reset": "Restore a stage's declared rate.",
+        })  # fmt: skip
+        for name in ("set", "reset"):
+            actions[name].add_argument("stage", metavar="STAGE")
+        add = actions["set"].add_argument
+        add("rate", metavar="RATE", help="like 10/s, 900/m")
+        add(
             "--for", dest="age", type=read_age, default="1h", metavar="AGE",
             help="for how long (default: 1h)",
         )  # fmt: skip
-        reset = actions.add_parser("reset", help="Restore a stage's declared rate.")
-        reset.add_argument("stage", metavar="STAGE")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["action"] == "list":
             self._list()
             return
-        name, states = options["stage"], rates.states()
-        with transaction.atomic(using=states.db):
-            if options["action"] == "reset":
-                if not states.unlimit(name):
-                    raise CommandError(f"No stage {name!r} has a changed rate.")
-                said = f"Stage {name} has its own rate again."
-            else:
-                age = read_option(options, "age", read_age)
-                rates.limit(name, options["rate"], age, by=operator())
-                said = (
-                    f"Stage {name} has a rate of {options['rate']} for {duration(age)}."
-                )
-            record(states.db, Deed.LIMIT, said)
+        name = options["stage"]
+        change: Callable[[], Done | None] = partial(rates.reset, name)
+        if options["action"] == "set":
+            age = read_option(options, "age", read_age)
+            change = partial(rates.limit, name, options["rate"], age, by=operator())
+        said = perform(rates.states().db, change)
+        if not said:
+            raise CommandError(f"No stage {name!r} has a changed rate.")
         self.stdout.write(printable(said))
 
     def _list(self) -> None:
@@ -186,22 +177,26 @@ class Schedules(PausingCommand):
     """Show, pause, resume, make and remove recurring messages."""
 
     help = "Lists, pauses, resumes, makes and removes recurring messages."
-    noun, model = "recurring message", Schedule
-    listed = "Each with its last and next tick."
-    paused = "Store no message at its ticks."
+    model = Schedule
+    actions = {
+        "list": "Each with its last and next tick.",
+        "pause": "Store no message at its ticks.",
+        "resume": "Go on.",
+        "make": "Let a message recur from now on.",
+        "remove": "Remove what `make` has made.",
+    }
     change = staticmethod(pausing.set_recurring)
     database = staticmethod(schedule.database_of)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = self.add_actions(parser)
-        make = actions.add_parser("make", help="Let a message recur from now on.")
-        make.add_argument("name", metavar="NAME")
-        make.add_argument("expression", metavar="EXPRESSION", help="like '0 3 * * *'")
-        make.add_argument("destination", metavar="DESTINATION")
-        make.add_argument("--body", default="null", metavar="JSON")
-        make.add_argument("--tz", metavar="ZONE", help="default: TIME_ZONE")
-        remove = actions.add_parser("remove", help="Remove what `make` has made.")
-        remove.add_argument("name", nargs="+", metavar="NAME")
+        add = actions["make"].add_argument
+        add("name", metavar="NAME")
+        add("expression", metavar="EXPRESSION", help="like '0 3 * * *'")
+        add("destination", metavar="DESTINATION")
+        add("--body", default="null", metavar="JSON")
+        add("--tz", metavar="ZONE", help="default: TIME_ZONE")
+        actions["remove"].add_argument("name", nargs="+", metavar="NAME")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["action"] not in ("make", "remove"):
@@ -209,28 +204,15 @@ class Schedules(PausingCommand):
             return
         using = router.db_for_write(Schedule)
         require_tables(using)
-        if options["action"] == "make":
-            self._make(using, options)
+        if options["action"] == "remove":
+            for name in options["name"]:
+                said = perform(using, partial(schedule.remove, name))
+                self.stdout.write(printable(said))
             return
-        for name in options["name"]:
-            with transaction.atomic(using=using):
-                if not timetable.remove_recurring(name):
-                    raise CommandError(f"No recurring message {name!r} was made here.")
-                said = f"Removed recurring message {name}."
-                record(using, Deed.REMOVE, said)
-            self.stdout.write(printable(said))
-
-    def _make(self, using: str, options: dict[str, Any]) -> None:
-        name, expression = options["name"], options["expression"]
-        to = options["destination"]
-        said = timetable.said_made(name, expression, to)
+        fields = ("name", "expression", "destination", "body", "tz")
+        make = partial(schedule.make, *(options[field] for field in fields))
         try:
-            with transaction.atomic(using=using):
-                body = options["body"]
-                if isinstance(body, str):  # else given to call_command() by keyword
-                    body = serializers.loads(body)
-                timetable.make_recurring(name, expression, to, body, tz=options["tz"])
-                record(using, Deed.MAKE, said)
+            said = perform(using, make)
         except (TxmsgError, ValueError) as error:
             raise CommandError(f"Nothing was changed: {error}") from error
         self.stdout.write(printable(said))

@@ -22,7 +22,7 @@ from django.core.management.base import (
     OutputWrapper,
 )
 from django.db import Error as AnyDatabaseError
-from django.db import OperationalError, connections, router
+from django.db import OperationalError, connections, router, transaction
 from django.db.models import Model, QuerySet
 
 from ..envelope.stage_options import UNITS
@@ -225,6 +225,17 @@ class VerbParser(CommandParser):
         super().__init__(parents=[*parents, own], **options)
 
 
+def add_actions(
+    parser: argparse.ArgumentParser, actions: Mapping[str, str | None]
+) -> dict[str, Any]:
+    """Add the actions of a command, each with its help text, if it has one. Return
+    their parsers by name."""
+    added = parser.add_subparsers(
+        dest="action", required=True, parser_class=VerbParser, metavar="ACTION"
+    )
+    return {name: added.add_parser(name, help=text) for name, text in actions.items()}
+
+
 def not_blank(text: str) -> str:
     """Return the value of an option. Refuse a blank value, because without the option
     the command would do more: the value may be an unset variable of a shell."""
@@ -283,6 +294,18 @@ def read_option(
         raise CommandError(f"{name}: {error}") from None
 
 
+def read_ids(given: Iterable[object]) -> list[uuid.UUID]:
+    """Return the ids that follow an action. The parser leaves them as text: it would
+    report the value of an unknown option as a wrong id."""
+    found = []
+    for one in given:
+        try:
+            found.append(uuid.UUID(str(one)))
+        except ValueError:
+            raise CommandError(f"{str(one)!r} is not an id.", returncode=2) from None
+    return found
+
+
 # The operator, and the audit entry of the operator's action.
 
 
@@ -308,3 +331,17 @@ def record(
     entries = AuditEntry.objects.db_manager(using)
     by = f"command: {operator()}"
     entries.record(by, text, deed=deed, count=count, operation=operation)
+
+
+def perform(using: str, change: Callable[[], tuple[object, Deed, str] | None]) -> str:
+    """Call `change` in a transaction with its audit entry. `change` returns what it has
+    changed, and the deed and the text of the entry. Return the text, or "" if `change`
+    returns None, because nothing was changed."""
+    with transaction.atomic(using=using):
+        done = change()
+        if done is None:
+            return ""
+        changed, deed, text = done
+        operation = changed if isinstance(changed, BulkOperation) else None
+        record(using, deed, text, operation=operation)
+    return text

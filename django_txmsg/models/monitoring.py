@@ -173,6 +173,10 @@ class Deed(models.TextChoices):
     DEPLOY = "deploy"
 
 
+#: What an operator has done: the changed row, and the deed and the text of the entry.
+Done = tuple[models.Model, Deed, str]
+
+
 class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
     """Records the actions of operators. Only this class creates entries."""
 

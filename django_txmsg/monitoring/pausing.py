@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from django.db import router
+from django.db.models import Model
 
 from .. import conf
 from ..errors import ConfigurationError
 from ..models import DeadLetter, InboxMessage, Schedule, StageState, Worker
 from ..models.dead_letter import Resolution
-from ..models.monitoring import Deed
+from ..models.monitoring import Deed, Done
+from ..scheduling.timetable import recurring
 from ..stages import all_stages
 from . import schedule
 
 
-def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | None:
+def set_stage(name: str, *, paused: bool, by: str, why: str) -> Done | None:
     """Pause or resume a stage. The consumers of a paused stage finish the messages in
-    progress and take no new ones. Returns the stage's row, or None if nothing changed.
+    progress and take no new ones. Returns None if nothing changed.
 
     Raises ConfigurationError for an unknown stage, because its name may be misspelt.
     """
@@ -24,32 +26,35 @@ def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | Non
     if not is_known(name, using):
         raise ConfigurationError(f"There is no stage {name!r} here.")
     changed = states.pause(name, by=by, why=why) if paused else states.resume(name)
-    return states.get(stage=name) if changed else None
+    if not changed:
+        return None
+    return _done(states.get(stage=name), f"stage {name}", paused, why)
 
 
-def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | None:
+def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Done | None:
     """Pause a recurring message, or resume it. After it is resumed, its first message
-    is stored at its next tick. Returns the recurring message's row, or None if nothing
-    changed. Raises ConfigurationError for an unknown name."""
-    if name not in {one.name for one in schedule.read()}:
-        raise ConfigurationError(f"There is no recurring message {name!r} here.")
+    is stored at its next tick. Returns None if nothing changed. Raises
+    ConfigurationError for an unknown name."""
     service = conf.get().SERVICE
     rows = Schedule.objects.db_manager(schedule.database_of(name))
+    own = rows.filter(service=service, name=name)
+    if not (any(one.name == name for one in recurring()) or own.exists()):
+        raise ConfigurationError(f"There is no recurring message {name!r} here.")
     changed = (
         rows.pause(service, name, by=by, why=why)
         if paused
         else rows.resume(service, name)
     )
-    return rows.get(service=service, name=name) if changed else None
+    if not changed:
+        return None
+    return _done(own.get(), f"recurring message {name}", paused, why)
 
 
-def entry(what: str, *, paused: bool, why: str) -> tuple[Deed, str]:
-    """Return the deed and the text of the audit entry for pausing or resuming an
-    object."""
+def _done(row: Model, what: str, paused: bool, why: str) -> Done:
     because = f": {why}" if why and paused else "."
     if paused:
-        return Deed.PAUSE, f"Paused {what}{because}"
-    return Deed.RESUME, f"Resumed {what}{because}"
+        return row, Deed.PAUSE, f"Paused {what}{because}"
+    return row, Deed.RESUME, f"Resumed {what}{because}"
 
 
 def is_known(name: str, using: str) -> bool:

@@ -1,4 +1,5 @@
-"""Recurring messages with their last and next ticks, for the admin and the commands."""
+"""Recurring messages with their last and next ticks, for the admin and the commands.
+Operators also make and remove recurring messages here."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ from typing import Any
 from django.db import router
 
 from .. import conf
+from ..envelope import serializers
+from ..errors import ConfigurationError
 from ..models import Schedule
 from ..models.fields import clock
+from ..models.monitoring import Deed, Done
 from ..scheduling import timetable
 from ..scheduling.timetable import Recurring, recurring
 from .waiting import OVERDUE
@@ -81,13 +85,34 @@ def late(using: str, now: dt.datetime) -> list[Timing]:
 
 
 def database_of(name: str) -> str:
-    """Return the database that stores a recurring message. For an unknown name, return
-    the outbox's database."""
-    for one in read():
-        if one.name == name:
-            row: Any = one.row
-            return one.recurring.alias if one.recurring else str(row._state.db)
-    return router.db_for_write(Schedule)
+    """Return the database that stores a recurring message. A message that this code
+    does not declare is stored in the outbox's database."""
+    declared = {one.name: one.alias for one in recurring()}
+    return declared.get(name) or router.db_for_write(Schedule)
+
+
+def make(
+    name: str, expression: str, destination: str, body: Any, tz: str | None
+) -> Done:
+    """Make a recurring message at run time, or change it. If `body` is a text, it is
+    JSON. Raises the errors of `make_recurring()`, and DecodeError for such a text."""
+    rows = Schedule.objects.using(router.db_for_write(Schedule)).filter(name=name)
+    made = rows.filter(service__in=conf.get().services, made__isnull=False)
+    verb = "Changed" if made.exists() else "Made"
+    value = serializers.loads(body) if isinstance(body, str) else body
+    timetable.make_recurring(name, expression, destination, value, tz=tz)
+    said = f"{verb} recurring message {name}: {expression} to {destination}."
+    return rows.get(service=conf.get().SERVICE), Deed.MAKE, said
+
+
+def remove(name: str) -> Done:
+    """Remove a recurring message that was made at run time. Raises ConfigurationError
+    if there is none with this name."""
+    rows = timetable.adopt(router.db_for_write(Schedule))
+    row = rows.filter(service=conf.get().SERVICE, name=name).first()
+    if row is None or not timetable.remove_recurring(name):
+        raise ConfigurationError(f"No recurring message {name!r} was made here.")
+    return row, Deed.REMOVE, f"Removed recurring message {name}."
 
 
 def _timing(

@@ -266,11 +266,6 @@ def make_recurring(
     rows.make(conf.get().SERVICE, name, given, str(one.cron))
 
 
-def said_made(name: str, expression: str, destination: str) -> str:
-    """Return the text for the audit log about the creation of a recurring message."""
-    return f"Made recurring message {name}: {expression} to {destination}."
-
-
 def remove_recurring(name: str) -> bool:
     """Remove a recurring message that was created at run time. Return False if no
     message has this name."""

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.core.management import CommandError, call_command
+from django.db import connections
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_txmsg import every, make_recurring
@@ -139,6 +141,22 @@ def test_pausing_needs_its_permission_and_a_name_that_is_known(
     said = operator.post(f"{URL}pause/", {"name": "reports.nigthly"}, follow=True)
     assert "no recurring message" in said.content.decode()
     assert not Schedule.objects.exists()
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_pausing_queries_only_the_database_of_the_message(operator: Client) -> None:
+    every("0 4 * * *", "reports.elsewhere", {}, using="other")
+    try:
+        with CaptureQueriesContext(connections["other"]) as queries:
+            told("pause", "reports.nightly")
+            operator.post(f"{URL}resume/", {"name": "reports.nightly"})
+        assert not queries.captured_queries
+        told("pause", "reports.elsewhere")
+    finally:
+        forget_recurring("reports.elsewhere")
+
+    assert Schedule.objects.get().paused_at is None
+    assert Schedule.objects.using("other").get().paused_at is not None
 
 
 @pytest.mark.django_db

@@ -149,7 +149,7 @@ def test_rate_is_shown_changed_for_an_hour_and_reset(
     ((rate, seconds),) = StageState.objects.rates().values()
     assert rate == "60/m"
     assert 3590 < seconds <= 3600
-    assert "Stage admin.limited has a rate of 60/m for an hour." in page
+    assert "Stage admin.limited has a rate of 60/m for 1 h." in page
     assert "<strong>60/m</strong>" in page
     assert "else 900/m" in page
 
@@ -163,7 +163,7 @@ def test_rate_is_shown_changed_for_an_hour_and_reset(
         client.post(f"{URL}limit/", {"stage": limited})
     assert StageState.objects.rates() == {}
     said = [
-        "Stage admin.limited has a rate of 60/m for an hour.",
+        "Stage admin.limited has a rate of 60/m for 1 h.",
         "Stage admin.limited has its own rate again.",
     ]
     entries = LogEntry.objects.order_by("pk")

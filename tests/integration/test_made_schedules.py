@@ -343,6 +343,7 @@ def test_the_page_makes_and_removes_a_recurring_message(operator: Client) -> Non
     assert one is not None
     assert (one.body, one.tz) == ({"html": "<b>"}, "Europe/Berlin")
 
+    operator.post(f"{URL}make/", FORM | {"expression": "0 4 * * *"})
     for wrong in ({"body": "{"}, {"expression": "<b>"}, {"name": ""}):
         page = operator.post(f"{URL}make/", FORM | wrong, follow=True).content.decode()
         assert "Nothing was changed" in page
@@ -352,6 +353,7 @@ def test_the_page_makes_and_removes_a_recurring_message(operator: Client) -> Non
     assert not Schedule.objects.exists()
     said = [
         "Made recurring message made: 0 3 * * * to tests.made.",
+        "Changed recurring message made: 0 4 * * * to tests.made.",
         "Removed recurring message made.",
     ]
     assert [entry.text for entry in AuditEntry.objects.order_by("pk")] == said
@@ -381,6 +383,7 @@ def test_the_command_makes_and_removes_a_recurring_message() -> None:
 
     made = ["make", "made", "0 3 * * *", "tests.made", "--body", '{"a": 1}']
     assert "Made recurring message made" in told(*made)
+    assert "Changed recurring message made" in told(*made)
     (found,) = json.loads(told("list", "--json"))["recurring"]
     assert (found["name"], found["every"]) == ("made", "0 3 * * *")
     with pytest.raises(CommandError, match="Nothing was changed"):
@@ -390,4 +393,4 @@ def test_the_command_makes_and_removes_a_recurring_message() -> None:
     assert told("remove", "made") == "Removed recurring message made.\n"
     with pytest.raises(CommandError, match="was made here"):
         told("remove", "made")
-    assert AuditEntry.objects.count() == 3
+    assert AuditEntry.objects.count() == 4

@@ -157,6 +157,9 @@ def test_the_help_of_a_verb_says_what_the_verb_does() -> None:
         ("txmsg flows list --limit -1", "'-1' is not a whole number"),
         ("dead_letters discard --all --one-first", "unrecognized arguments: --one"),
         ("dead_letters", "required: ACTION"),
+        ("txmsg flows cancel --limit 1", "unrecognized arguments: --limit"),
+        ("txmsg flows cancel A-1", "'A-1' is not an id."),
+        ("txmsg cancel {id} A-1", "'A-1' is not an id."),
     ],
 )
 def test_a_wrong_argument_is_refused_in_one_sentence(line: str, error: str) -> None:
@@ -180,6 +183,14 @@ def test_a_wrong_argument_is_refused_in_one_sentence(line: str, error: str) -> N
         ("message_status", {"fail_on": "dead,typo"}, "fail_on: 'typo' is not a kind"),
         ("relay", {"once": True, "batch_size": 0}, "batch_size: must be 1 or more"),
         ("consume", {"once": True, "concurrency": 0}, "concurrency: must be 1 or more"),
+        ("dead_letters list", {"limit": "1"}, ""),
+        ("dead_letters groups", {"limit": "few"}, "limit: 'few' is not"),
+        ("dead_letters list", {"operation": "1"}, ""),
+        ("dead_letters redeliver --all", {"tolerate": "few"}, "tolerate: 'few' is not"),
+        ("dead_letters mute --fingerprint feed --text x", {"above": "3"}, ""),
+        ("txmsg audit", {"limit": "1"}, ""),
+        ("txmsg bulk list", {"limit": "1"}, ""),
+        ("txmsg flows list", {"limit": "1"}, ""),
     ],
 )
 def test_options_given_by_keyword_are_read(

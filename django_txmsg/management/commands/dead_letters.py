@@ -30,7 +30,7 @@ from ...monitoring import databases, dead, turns
 from ...monitoring.alarms import listed
 from ..terminal import (
     DatabaseCommand,
-    VerbParser,
+    add_actions,
     chosen_database,
     not_blank,
     operator,
@@ -205,12 +205,8 @@ class Command(DatabaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         names = ("list", "groups", "show", *_CHANGING, *_NOTING)
-        actions = parser.add_subparsers(
-            dest="action", required=True, parser_class=VerbParser,
-            metavar="ACTION", help=", ".join(names),
-        )  # fmt: skip
-        for name in names:
-            add = actions.add_parser(name).add_argument
+        for name, action in add_actions(parser, dict.fromkeys(names)).items():
+            add = action.add_argument
             add("--database", metavar="ALIAS")
             if name in _NOTING:
                 _add_note(add, name)
@@ -242,7 +238,7 @@ class Command(DatabaseCommand):
         else:
             opened = selection.matching("redeliver", filters, using=using)
             show = report.letters if action == "list" else report.groups
-            show(opened, options["limit"])
+            show(opened, read_option(options, "limit", whole_number))
             # Ids and operations have numbers of their own in each database.
             numbered = options["ids"] or options["operation"] is not None
             if not (options["json"] or options["database"] or numbered):
@@ -252,6 +248,7 @@ class Command(DatabaseCommand):
         names = (
             "stage", "destination", "fingerprint", "reason", "operation", "search",
         )  # fmt: skip
+        options["operation"] = read_option(options, "operation", whole_number)
         filters = {name: options[name] for name in names if options[name] is not None}
         if options["again"]:
             filters["again"] = True
@@ -292,7 +289,7 @@ class Command(DatabaseCommand):
                 note=options["text"],
                 muted=None if action == "note" else action == "mute",
                 duration=read_option(options, "duration", read_age),
-                above=options.get("above"),
+                above=read_option(options, "above", whole_number),
                 by=f"command: {operator()}",
             )
             verb = {"note": "Noted on", "mute": "Muted", "unmute": "Unmuted"}[action]
@@ -338,7 +335,7 @@ class Command(DatabaseCommand):
                 self.stderr.write(f"Would not {action}: {named}.")
             return
         token, why = options["shown"], options["why"]
-        tolerates = options.get("tolerate")
+        tolerates = read_option(options, "tolerate", whole_number)
         if tolerates is None and options.get("one_first"):
             tolerates = 0
         with transaction.atomic(using=using):
@@ -353,16 +350,8 @@ class Command(DatabaseCommand):
                 shown=None if token is None else Shown.parse(token),
                 tolerates=tolerates,
             )
-            record(
-                using,
-                Deed(action),
-                f"{action.capitalize()} {operation.subject}"
-                f"{operation.forced}"
-                f"{', one first' if tolerates is not None else ''}; "
-                f"filter: {selection.filter_text(filters)}"
-                f"{f'; why: {why}' if why else ''}.",
-                operation=operation,
-            )
+            said = bulk.described(operation, filters, why)
+            record(using, Deed(action), said, operation=operation)
         try:
             bulk.finish(operation, on_batch=self._progress)
         except KeyboardInterrupt:

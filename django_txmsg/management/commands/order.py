@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from django.core.management.base import CommandError
-from django.db import OperationalError, transaction
+from django.db import OperationalError
 
 from ... import wire
 from ...models import InboxMessage
@@ -16,7 +16,7 @@ from ...monitoring import turns
 from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
 from ...runtime import database_health
-from ..terminal import DatabaseCommand, chosen_database, print_list, record
+from ..terminal import DatabaseCommand, chosen_database, perform, print_list
 
 
 class Command(DatabaseCommand):
@@ -46,15 +46,14 @@ class Command(DatabaseCommand):
 
     def _let_go(self, using: str, stage: str, key: str) -> None:
         rows = InboxMessage.order.db_manager(using)
+        said = f"Let go of the first message of key {key} at stage {stage}."
+
+        def let_go() -> tuple[None, Deed, str] | None:
+            gone = rows.let_go(stage, key, link=wire.AFTER)
+            return (None, Deed.LET_GO, said) if gone else None
+
         try:
-            with transaction.atomic(using=using):
-                gone = rows.let_go(stage, key, link=wire.AFTER)
-                if gone:
-                    entry = (
-                        f"Let go of the first message of key {key} at stage {stage}."
-                    )
-                    record(using, Deed.LET_GO, entry)
-            if gone:
+            if perform(using, let_go):
                 self.stdout.write("It is due now, whatever it has waited for.")
                 return
         except OperationalError as error:

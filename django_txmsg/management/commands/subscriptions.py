@@ -22,7 +22,7 @@ from ...monitoring.waiting import capped, in_queues
 from ...stages import all_stages
 from ..terminal import (
     DatabaseCommand,
-    VerbParser,
+    add_actions,
     print_list,
     record,
     require_tables,
@@ -40,21 +40,17 @@ class Command(DatabaseCommand):
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(
-            dest="action", required=True, parser_class=VerbParser
-        )
-        listing = actions.add_parser("list", help="all topics and their subscribers")
-        listing.add_argument("--json", action="store_true")
-        ending = actions.add_parser(
-            "remove", help="end a subscription, and delete its messages"
-        )
-        ending.add_argument("topic", metavar="TOPIC")
-        ending.add_argument("subscriber", metavar="SUBSCRIBER")
-        ending.add_argument(
-            "--dry-run", action="store_true", help="print how many wait"
-        )
-        for one in (listing, ending):
-            one.add_argument("--broker", default="default", metavar="ALIAS")
+        actions = add_actions(parser, {
+            "list": "All topics and their subscribers.",
+            "remove": "End a subscription, and delete its messages.",
+        })  # fmt: skip
+        for action in actions.values():
+            action.add_argument("--broker", default="default", metavar="ALIAS")
+        actions["list"].add_argument("--json", action="store_true")
+        add = actions["remove"].add_argument
+        add("topic", metavar="TOPIC")
+        add("subscriber", metavar="SUBSCRIBER")
+        add("--dry-run", action="store_true", help="print how many wait")
 
     def handle(self, *args: Any, **options: Any) -> None:
         broker = get_broker(options["broker"])
