@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,17 +21,15 @@ from django.db.models import Q
 from django.http import Http404, HttpRequest, HttpResponse
 
 from .. import conf, wire
-from ..consuming import deadline
+from ..consuming import deadline, message_acts
 from ..dead_letters import resolution
-from ..errors import InvalidMessage
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from ..models.dead_letter import Resolution
 from ..models.fields import clock
-from ..models.monitoring import Deed
+from ..models.monitoring import Done
 from ..monitoring import turns
 from ..monitoring.dead import place
 from ..rules.dead_letters import resolver
-from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
 from .audit import perform
 from .base import MESSAGE, Pages, given, insist, led, may, operator, sees_messages
@@ -311,67 +309,24 @@ class MessagePages(Pages):
             },
         )
 
-    def cancel(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Cancel a pending message."""
-        _insist(request, "cancel_outboxmessage")
-        why, by = _reason(request, 255)
-        using = router.db_for_write(OutboxMessage)
-        return self._perform(
-            request, OutboxMessage, message_id, Deed.CANCEL,
-            f"Cancelled message {message_id}{why}",
-            lambda: cancel_message(message_id, why=by, using=using),
-            "Not cancelled: it is no longer pending, a relay is sending it now, or a "
-            "run of a flow waits for it.",
-        )  # fmt: skip
-
-    def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Reschedule a pending message. The user enters the number of minutes after
-        which it becomes due."""
-        _insist(request, "reschedule_outboxmessage")
-        minutes, using = given(request, "minutes"), router.db_for_write(OutboxMessage)
-
-        def change() -> bool:
-            try:
-                delay = dt.timedelta(minutes=float(minutes or 0))
-                return reschedule_message(message_id, delay=delay, using=using)
-            except (InvalidMessage, OverflowError, ValueError):
-                text = f"{minutes[:20]!r} is not a number of minutes."
-                raise ValueError(text) from None
-
-        return self._perform(
-            request, OutboxMessage, message_id, Deed.RESCHEDULE,
-            f"Rescheduled message {message_id}: due in {minutes or 0} minutes", change,
-            "Not rescheduled: it is no longer pending, or a relay is sending it now.",
-        )  # fmt: skip
-
-    def stop(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Ask the handler that is processing this message to stop."""
-        _insist(request, "stop_inboxmessage")
-        why, by = _reason(request, 200)
-        using = router.db_for_write(InboxMessage)
-        return self._perform(
-            request, InboxMessage, message_id, Deed.STOP,
-            f"Asked to stop message {message_id}{why}",
-            lambda: deadline.ask_to_stop(message_id, using=using, why=by),
-            "Not asked to stop: it has ended or is parked, or its stage has no "
-            "timeout.",
-        )  # fmt: skip
-
-    def _perform(
-        self,
-        request: HttpRequest,
-        model: Any,
-        message_id: uuid.UUID,
-        deed: Deed,
-        said: str,
-        change: Callable[[], bool],
-        refusal: str,
+    def act(
+        self, request: HttpRequest, message_id: uuid.UUID, *, name: str
     ) -> HttpResponse:
-        using = router.db_for_write(model)
-        rows = model.objects.using(using).filter(message_id=message_id).order_by("-pk")
-        perform(
-            request, using, lambda: (rows[0], deed, said) if change() else None, refusal
-        )
+        """Cancel, reschedule or stop the message."""
+        one, by = message_acts.ACTS[name], operator(request)
+        insist(sees_messages(request) and may(request, one.permission))
+        using = router.db_for_write(one.model)
+
+        def change() -> Done | None:
+            why, when = given(request)[:255], {}
+            if name == "reschedule":
+                minutes = given(request, "minutes") or "0"
+                why, when = f"due in {minutes} minutes", {"delay": _minutes(minutes)}
+            return message_acts.act(
+                name, message_id, using=using, by=by, why=why, **when
+            )
+
+        perform(request, using, change, f"Not {one.done}: {one.unless}.")
         return led(request, MESSAGE, message_id)
 
     def _content(
@@ -389,18 +344,12 @@ class MessagePages(Pages):
         return None
 
 
-def _insist(request: HttpRequest, permission: str) -> None:
-    """Raise PermissionDenied unless the user may see messages, and has the
-    permission."""
-    insist(sees_messages(request) and may(request, permission))
-
-
-def _reason(request: HttpRequest, most: int) -> tuple[str, str]:
-    """Return two texts: the end of the audit entry's sentence, and the user's name.
-    Both contain the reason, if the user entered one."""
-    why = given(request)[:most]
-    because = f": {why}" if why else ""
-    return because or ".", f"by {operator(request)}{because}"
+def _minutes(text: str) -> dt.timedelta:
+    """Return a number of minutes. Raises ValueError if the text is no such number."""
+    with suppress(OverflowError, ValueError):
+        if (found := dt.timedelta(minutes=float(text))) >= dt.timedelta():
+            return found
+    raise ValueError(f"{text[:20]!r} is not a number of minutes.")
 
 
 def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 from django.contrib import admin
@@ -12,6 +13,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from .. import conf, rules
+from ..consuming import message_acts
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from ..models.fields import Holds
 from ..models.outbox import PENDING
@@ -65,9 +67,10 @@ class OutboxAdmin(MessageAdmin):
         return [
             self.at(one, pages.page, "message"),
             self.at(f"{one}body/<str:table>/<int:pk>/", pages.body, "body"),
-            self.button(f"{one}cancel/", pages.cancel, "cancel"),
-            self.button(f"{one}reschedule/", pages.reschedule, "reschedule"),
-            self.button(f"{one}stop/", pages.stop, "stop"),
+            *(
+                self.button(f"{one}{name}/", partial(pages.act, name=name), name)
+                for name in message_acts.ACTS
+            ),
             *super().get_urls(),
         ]
 

@@ -7,20 +7,16 @@ import argparse
 import datetime as dt
 import logging
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import transaction
 
 from .. import wire
-from ..consuming import deadline
+from ..consuming.message_acts import ACTS, act
 from ..dead_letters import bulk
 from ..models import BulkOperation, OutboxMessage
 from ..models.fields import local
-from ..models.monitoring import Deed
-from ..sending.pending import cancel_message, reschedule_message
 from .terminal import (
     add_actions,
     chosen_database,
@@ -30,7 +26,6 @@ from .terminal import (
     read_age,
     read_ids,
     read_option,
-    record,
     say,
     values,
     whole_number,
@@ -40,13 +35,10 @@ log = logging.getLogger("django_txmsg.pending")
 
 
 class _PerMessage(BaseCommand):
-    """A command that changes each message in a separate transaction."""
+    """A command that applies an action to messages, each in a separate transaction."""
 
-    done = ""
-    deed: Deed
-    unless = "no longer pending, being sent now, or unknown"
-    #: Changes one message. Returns False if the message cannot be changed.
-    change: Callable[..., bool]
+    #: Its name in ACTS.
+    action: str
     #: The help text of `--why`, if the command takes a reason.
     reason = ""
 
@@ -58,41 +50,31 @@ class _PerMessage(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         left = []
-        using, arguments = chosen_database(options, OutboxMessage), self.given(options)
+        using, by = chosen_database(options, OutboxMessage), operator()
+        one, why = ACTS[self.action], options.get("why") or ""
+        given = {**self.when(options), "using": using, "by": by, "why": why}
         for message_id in read_ids(options["id"]):
-            with transaction.atomic(using=using):
-                done = self.change(message_id, using=using, **arguments)
-                if done:
-                    entry = f"{self.done.capitalize()} message {message_id}"
-                    why = options.get("why")
-                    entry += f": {why}" if why else "."
-                    record(using, self.deed, entry)
-            if done:
-                log.info("message %s: %s by %s", message_id, self.done, operator())
-                say(self.stdout, f"{self.done.capitalize()} {message_id}.")
+            if perform(using, partial(act, self.action, message_id, **given)):
+                log.info("message %s: %s by %s", message_id, one.done, by)
+                say(self.stdout, f"{one.done.capitalize()} {message_id}.")
             else:
                 left.append(str(message_id))
         if left:
             raise CommandError(
-                f"Not {self.done}, because {self.unless}: {', '.join(left)}."
+                f"Not {one.done}, because {one.unless}: {', '.join(left)}."
             )
 
-    def given(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the other arguments of `change`: by default, the operator and the
-        reason."""
-        why = f": {options['why']}" if options["why"] else ""
-        return {"why": f"by {operator()}{why}"}
+    def when(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the time for the action, if the command takes one."""
+        return {}
 
 
 class Cancel(_PerMessage):
     """Cancel pending messages, so that they are never sent."""
 
     help = "Cancels pending messages. Exits with 1 if a message was not pending."
-    done = "cancelled"
-    deed = Deed.CANCEL
-    unless = f"{_PerMessage.unless}, or a run of a flow waits for them"
+    action = "cancel"
     reason = "the reason, which is stored with the message"
-    change = staticmethod(cancel_message)
 
 
 class Stop(_PerMessage):
@@ -102,22 +84,15 @@ class Stop(_PerMessage):
         "Stops messages that handlers of stages with a timeout are processing. The "
         "messages become dead letters. Exits with 1 if a message cannot be stopped."
     )
-    done = "asked to stop"
-    deed = Deed.STOP
-    unless = (
-        "not received, ended, parked, asked already, or at a stage without a timeout"
-    )
+    action = "stop"
     reason = "the reason, which is stored with the dead letter"
-    change = staticmethod(deadline.ask_to_stop)
 
 
 class Reschedule(_PerMessage):
     """Change when pending messages are sent."""
 
     help = "Reschedules pending messages. Exits with 1 if a message was not pending."
-    done = "rescheduled"
-    deed = Deed.RESCHEDULE
-    change = staticmethod(reschedule_message)
+    action = "reschedule"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
@@ -127,7 +102,7 @@ class Reschedule(_PerMessage):
             "--at", type=_instant, metavar="INSTANT", help="like 2026-11-22T20:00:00Z"
         )
 
-    def given(self, options: dict[str, Any]) -> dict[str, Any]:
+    def when(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the delay or the instant."""
         return {
             name: read_option(options, name, read)

@@ -514,7 +514,7 @@ def test_message_that_a_run_waits_for_cannot_be_cancelled(
     run = waiting()
     message_id = stored(run)
 
-    with pytest.raises(CommandError, match="or a run of a flow waits for them"):
+    with pytest.raises(CommandError, match="or a run of a flow waits for it"):
         call_command("txmsg", "cancel", str(message_id))
 
     drain()

@@ -215,7 +215,7 @@ def test_only_a_message_that_can_be_stopped_is_asked_to() -> None:
             stage=timed.name, parked=True, due_at=ago(hours=-3)
         )
         for one in (ended, waits, parked.message_id, uuid.uuid4()):
-            with pytest.raises(CommandError, match="at a stage without a timeout"):
+            with pytest.raises(CommandError, match="its stage has no timeout"):
                 call_command("txmsg", "stop", str(one))
     assert not StopRequest.objects.exists()
     assert not AuditEntry.objects.exists()
