@@ -189,9 +189,6 @@ class Pages:
 class RowPageAdmin(ReadOnlyAdmin):
     """A list in which each row has a page of its own instead of Django's form."""
 
-    #: What the user reads where a row does not exist, by default the model's name.
-    noun: ClassVar[str] = ""
-
     def change_view(
         self, request: HttpRequest, object_id: str, *args: Any, **options: Any
     ) -> HttpResponse:
@@ -199,8 +196,8 @@ class RowPageAdmin(ReadOnlyAdmin):
         insist(self.has_view_permission(request))
         row = self.get_object(request, object_id)
         if row is None:
-            noun = self.noun or self.opts.verbose_name
-            messages.warning(request, f"There is no {noun} {object_id} here.")
+            name = self.opts.verbose_name
+            messages.warning(request, f"There is no {name} {object_id} here.")
             return self.led_to_list(request)
         return self.row_page(request, row)
 

@@ -92,7 +92,6 @@ class StepFilter(CountingFilter):
 class RunAdmin(RowPageAdmin):
     """The list of runs, newest first."""
 
-    noun = "run"
     list_display = ("shown_state", "flow", "key", "step", "waits", "age", "deadline")
     list_display_links = ("shown_state", "flow")
     list_filter = (

@@ -163,30 +163,25 @@ def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.dateti
 
 def _count(using: str, since: dt.datetime) -> Counter[tuple[dt.datetime, str, str]]:
     found: Counter[tuple[dt.datetime, str, str]] = Counter()
-    for series in SERIES:
-        places, column = _rows(using, series, since)
-        rows: Any = (
-            places.annotate(minute=TruncMinute(column, tzinfo=dt.timezone.utc))
+    for series, (model, column, place) in _SERIES.items():
+        rows = model._default_manager.using(using).filter(**{f"{column}__gte": since})
+        if series == "processed":
+            # By columns with an index: one of `processed_at` would cost each message
+            # its HOT update. A message that was processed within an hour has no
+            # `late_at`.
+            hour = since - _HOUR
+            rows = rows.filter(Q(last_received_at__gte=hour) | Q(late_at__gte=hour))
+        counted: Any = (
+            rows.order_by()
+            .values(place=F(place))
+            .annotate(minute=TruncMinute(column, tzinfo=dt.timezone.utc))
             .values("minute", "place")
             .annotate(count=Count("pk"))
             .values_list("minute", "place", "count")
         )
-        for minute, where, count in rows:
+        for minute, where, count in counted:
             found[_period(minute), series, where] += count
     return found
-
-
-def _rows(using: str, series: str, since: dt.datetime) -> tuple[Any, str]:
-    """Return the rows of a series since an instant, each with its place. Also return
-    the name of the column that holds the time of a row."""
-    model, column, place = _SERIES[series]
-    rows = model._default_manager.using(using).filter(**{f"{column}__gte": since})
-    if series == "processed":
-        # By columns with an index: one of `processed_at` would cost each message its
-        # HOT update. A message that was processed within an hour has no `late_at`.
-        hour = since - _HOUR
-        rows = rows.filter(Q(last_received_at__gte=hour) | Q(late_at__gte=hour))
-    return rows.order_by().values(place=F(place)), column
 
 
 def _period(instant: dt.datetime) -> dt.datetime:

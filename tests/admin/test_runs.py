@@ -314,7 +314,7 @@ def test_unknown_runs_acts_and_flows_are_no_errors(operator: Client) -> None:
     run = stored(flow="gone.flow")
     assert "not declared here" in page_of(operator, run)
     assert (
-        "There is no run 99"
+        "There is no run of a flow 99"
         in operator.get(f"{URL}99/change/", follow=True).content.decode()
     )
     assert act(operator, run, "explode") == "refused"
