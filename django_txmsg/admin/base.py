@@ -179,13 +179,6 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         return render(request, f"admin/django_txmsg/{page}.html", shared | context)
 
 
-class Pages:
-    """Base class of a list's additional pages, such as confirmation pages."""
-
-    def __init__(self, admin: ReadOnlyAdmin) -> None:
-        self._admin = admin
-
-
 class RowPageAdmin(ReadOnlyAdmin):
     """A list in which each row has a page of its own instead of Django's form."""
 

@@ -28,7 +28,7 @@ from ..models.monitoring import Deed
 from ..monitoring import attendance
 from . import display
 from .audit import audit, audited, perform
-from .base import MESSAGE, Pages, RowPageAdmin, given, insist, led, operator, plain
+from .base import MESSAGE, RowPageAdmin, given, insist, led, operator, plain
 
 PERMISSIONS = {
     BulkKind.REDELIVER: "django_txmsg.redeliver_deadletter",
@@ -146,93 +146,90 @@ def start(
     return operation
 
 
-class ConfirmPages(Pages):
-    """The page that asks for confirmation (GET) and starts the operation (POST)."""
+def confirm(admin: RowPageAdmin, request: HttpRequest) -> HttpResponse:
+    """Ask for confirmation (GET), or start the operation (POST)."""
+    given = request.POST if request.method == "POST" else request.GET
+    if given.get("kind") not in PAST:  # other kinds are not about dead letters
+        return admin.led_to_list(request)
+    kind = BulkKind(given["kind"])
+    may = request.user.has_perm(PERMISSIONS[kind])
+    insist(may and admin.has_view_permission(request))
+    try:
+        filters = read_filter(given)
+        if request.method == "POST":
+            try:
+                return _start(admin, request, kind, filters)
+            except Changed as error:
+                messages.warning(request, f"{error} Look at the new numbers.")
+        return _ask(admin, request, kind, filters)
+    except (TxmsgError, ValueError) as error:
+        messages.error(request, str(error))
+        return admin.led_to_list(request)
 
-    def page(self, request: HttpRequest) -> HttpResponse:
-        """Ask for confirmation (GET), or start the operation (POST)."""
-        given = request.POST if request.method == "POST" else request.GET
-        if given.get("kind") not in PAST:  # other kinds are not about dead letters
-            return self._admin.led_to_list(request)
-        kind = BulkKind(given["kind"])
-        may = request.user.has_perm(PERMISSIONS[kind])
-        insist(may and self._admin.has_view_permission(request))
-        using = router.db_for_write(DeadLetter)
-        try:
-            filters = read_filter(given)
-            if request.method == "POST":
-                try:
-                    return self._start(request, kind, filters, using)
-                except Changed as error:
-                    messages.warning(request, f"{error} Look at the new numbers.")
-            return self._ask(request, kind, filters, using)
-        except (TxmsgError, ValueError) as error:
-            messages.error(request, str(error))
-            return self._admin.led_to_list(request)
 
-    def _ask(
-        self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
-    ) -> HttpResponse:
-        letters = selection.matching(kind, filters, using=using)
-        shown = Shown.of(letters)
-        letters = shown.bound(letters)
-        facts = selection.summary(letters)
-        if not facts.count:
-            messages.warning(
-                request,
-                f"There is nothing to {kind}: the selected dead letters are resolved "
-                "already.",
-            )
-            return self._admin.led_to_list(request)
-        count = facts.count
-        same = count == 1 or "fingerprint" in filters
-        newest = letters.only("exception", "reason").order_by("-pk").first()
-        title = f"{kind.capitalize()} {count:,} message{'s' * (count != 1)}?"
-        context = {
-            "shown": str(shown),
-            "kind": kind.value,
-            "facts": facts,
-            "error": (newest.exception or newest.reason) if newest and same else "",
-            "filters": filter_text(filters),
-            "fields": hidden_fields(filters),
-            "memory": conf.get().RETENTION.INBOX,
-            "background": count > AT_ONCE,
-        }
-        return self._admin.show(request, "confirm", title, context)
-
-    def _start(
-        self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
-    ) -> HttpResponse:
-        token = request.POST.get("shown")
-        tolerates = int(request.POST.get("tolerates") or 0)
-        first = request.POST.get("first") == "1" and kind == BulkKind.REDELIVER
-        operation = start(
+def _ask(
+    admin: RowPageAdmin, request: HttpRequest, kind: BulkKind, filters: dict[str, Any]
+) -> HttpResponse:
+    using = router.db_for_write(DeadLetter)
+    letters = selection.matching(kind, filters, using=using)
+    shown = Shown.of(letters)
+    letters = shown.bound(letters)
+    facts = selection.summary(letters)
+    if not facts.count:
+        messages.warning(
             request,
-            kind,
-            filters,
-            using,
-            force=request.POST.get("force") == "1",
-            shown=Shown.parse(token) if token else None,
-            tolerates=max(tolerates, 0) if first else None,
+            f"There is nothing to {kind}: the selected dead letters are resolved "
+            "already.",
         )
-        if operation.total <= AT_ONCE and operation.rate is None and not first:
-            bulk.finish(operation, patience=PATIENCE)
-        if operation.state != BulkState.DONE:
-            page = "admin:django_txmsg_bulkoperation_change"
-            return led(request, page, operation.pk)
-        self._tell(request, operation)
-        if operation.total == 1:
-            letters = DeadLetter.objects.using(using)
-            if letter := letters.filter(pk=operation.cursor).first():
-                return led(request, MESSAGE, letter.message_id)
-        return self._admin.led_to_list(request)
+        return admin.led_to_list(request)
+    count = facts.count
+    same = count == 1 or "fingerprint" in filters
+    newest = letters.only("exception", "reason").order_by("-pk").first()
+    title = f"{kind.capitalize()} {count:,} message{'s' * (count != 1)}?"
+    context = {
+        "shown": str(shown),
+        "kind": kind.value,
+        "facts": facts,
+        "error": (newest.exception or newest.reason) if newest and same else "",
+        "filters": filter_text(filters),
+        "fields": hidden_fields(filters),
+        "memory": conf.get().RETENTION.INBOX,
+        "background": count > AT_ONCE,
+    }
+    return admin.show(request, "confirm", title, context)
 
-    def _tell(self, request: HttpRequest, operation: BulkOperation) -> None:
-        text = operation.result
-        if operation.skipped:
-            why = next(iter(operation.skipped_why.values()), "")
-            text += f" {operation.skipped} skipped: {why}."
-        (messages.warning if operation.skipped else messages.success)(request, text)
+
+def _start(
+    admin: RowPageAdmin, request: HttpRequest, kind: BulkKind, filters: dict[str, Any]
+) -> HttpResponse:
+    using, token = router.db_for_write(DeadLetter), request.POST.get("shown")
+    tolerates = int(request.POST.get("tolerates") or 0)
+    first = request.POST.get("first") == "1" and kind == BulkKind.REDELIVER
+    operation = start(
+        request,
+        kind,
+        filters,
+        using,
+        force=request.POST.get("force") == "1",
+        shown=Shown.parse(token) if token else None,
+        tolerates=max(tolerates, 0) if first else None,
+    )
+    if operation.total <= AT_ONCE and operation.rate is None and not first:
+        bulk.finish(operation, patience=PATIENCE)
+    if operation.state != BulkState.DONE:
+        page = "admin:django_txmsg_bulkoperation_change"
+        return led(request, page, operation.pk)
+    text, tell = operation.result, messages.success
+    if operation.skipped:
+        why = next(iter(operation.skipped_why.values()), "")
+        text += f" {operation.skipped} skipped: {why}."
+        tell = messages.warning
+    tell(request, text)
+    if operation.total == 1:
+        letters = DeadLetter.objects.using(using)
+        if letter := letters.filter(pk=operation.cursor).first():
+            return led(request, MESSAGE, letter.message_id)
+    return admin.led_to_list(request)
 
 
 def read_filter(given: QueryDict) -> dict[str, Any]:

@@ -24,87 +24,73 @@ from ..models.dead_letter import Resolution
 from ..models.monitoring import Deed
 from . import body as bodies
 from .audit import audit, audited
-from .base import MESSAGE, Pages, insist, led, may, operator
+from .base import MESSAGE, ReadOnlyAdmin, insist, led, may, operator
 
 #: Largest body, in bytes, for which a text field is offered.
 LONGEST = 256 * 1024
 
 
-class CopyPages(Pages):
-    """The form for an edited copy, and the page that shows the changes and sends the
-    copy."""
+def copy(admin: ReadOnlyAdmin, request: HttpRequest, pk: int) -> HttpResponse:
+    """Show the form (GET), show the changes (POST), or send the copy (POST with
+    `send`)."""
+    needed = ("edit_deadletter", "view_deadletter", "view_message_body")
+    insist(conf.get().EDIT_DEAD_LETTERS and may(request, *needed))
+    using = router.db_for_write(DeadLetter)
+    letter = DeadLetter.objects.using(using).filter(pk=pk).first()
+    if letter is None:
+        messages.warning(request, f"There is no dead letter {pk} here.")
+        return admin.led_to_list(request)
+    problem = unfit(letter)
+    if problem:
+        messages.warning(request, problem)
+        return led(request, MESSAGE, letter.message_id)
+    sent = wire.senders(letter.headers)
+    # One header a line: values with line ends cannot be edited, and stay as is.
+    fixed = {n: value for n, value in sent.items() if set(value) & set("\r\n")}
+    before = headers_text({n: v for n, v in sent.items() if n not in fixed})
+    form: dict[str, Any] = {"headers": before, "body": body_text(letter)}
+    if request.method == "POST":
+        # Browsers send line ends as CR LF, whatever the original had.
+        for name in ("headers", "body"):
+            form[name] = by_lines(request.POST.get(name, ""))
+        try:
+            headers = check_headers(parse_headers(str(form["headers"])) | fixed)
+            encoded = encode(str(form["body"]), letter)
+            serializers.decode(encoded, letter.content_type)
+            if "send" in request.POST:
+                return _send(request, letter, headers, encoded)
+            form["diff"] = [
+                *difference(
+                    "headers", before, headers_text(parse_headers(form["headers"]))
+                ),
+                *difference("body", body_text(letter), str(form["body"])),
+            ]
+            form["checked"] = True
+        except (TxmsgError, DecodeError, ValueError) as error:
+            form["error"] = str(error)
+    context = {
+        "letter": letter,
+        "form": form,
+        "locked": [
+            (name, value)
+            for name, value in sorted(letter.headers.items())
+            if name not in sent or name in fixed
+        ],
+        "masked": conf.get().MASK is not None,
+    }
+    return admin.show(request, "copy", "Redeliver a copy", context)
 
-    def page(self, request: HttpRequest, pk: int) -> HttpResponse:
-        """Show the form (GET), show the changes (POST), or send the copy (POST with
-        `send`)."""
-        needed = ("edit_deadletter", "view_deadletter", "view_message_body")
-        insist(conf.get().EDIT_DEAD_LETTERS and may(request, *needed))
-        using = router.db_for_write(DeadLetter)
-        letter = DeadLetter.objects.using(using).filter(pk=pk).first()
-        if letter is None:
-            messages.warning(request, f"There is no dead letter {pk} here.")
-            return self._admin.led_to_list(request)
-        problem = unfit(letter)
-        if problem:
-            messages.warning(request, problem)
-            return led(request, MESSAGE, letter.message_id)
-        sent = wire.senders(letter.headers)
-        # One header a line: values with line ends cannot be edited, and stay as is.
-        fixed = {n: value for n, value in sent.items() if set(value) & set("\r\n")}
-        before = headers_text({n: v for n, v in sent.items() if n not in fixed})
-        form: dict[str, Any] = {
-            "headers": before,
-            "body": body_text(letter),
-            "error": "",
-            "diff": [],
-        }
-        if request.method == "POST":
-            # Browsers send line ends as CR LF, whatever the original had.
-            for name in ("headers", "body"):
-                form[name] = by_lines(request.POST.get(name, ""))
-            try:
-                headers = check_headers(parse_headers(str(form["headers"])) | fixed)
-                encoded = encode(str(form["body"]), letter)
-                serializers.decode(encoded, letter.content_type)
-                if "send" in request.POST:
-                    return self._send(request, letter, headers, encoded)
-                form["diff"] = [
-                    *difference(
-                        "headers", before, headers_text(parse_headers(form["headers"]))
-                    ),
-                    *difference("body", body_text(letter), str(form["body"])),
-                ]
-                form["checked"] = True
-            except (TxmsgError, DecodeError, ValueError) as error:
-                form["error"] = str(error)
-        context = {
-            "letter": letter,
-            "form": form,
-            "locked": [
-                (name, value)
-                for name, value in sorted(letter.headers.items())
-                if name not in sent or name in fixed
-            ],
-            "masked": conf.get().MASK is not None,
-        }
-        return self._admin.show(request, "copy", "Redeliver a copy", context)
 
-    def _send(
-        self,
-        request: HttpRequest,
-        letter: DeadLetter,
-        headers: dict[str, str],
-        encoded: bytes,
-    ) -> HttpResponse:
-        by = operator(request)
-        with audited(router.db_for_write(DeadLetter)):
-            copy_id = resolution.redeliver_copy(
-                letter, headers=headers, body=encoded, by=by
-            )
-            said = f"Redelivered an edited copy as message {copy_id}."
-            audit(request, letter, Deed.COPY, said)
-        messages.success(request, f"A copy was stored as message {copy_id}.")
-        return led(request, MESSAGE, copy_id)
+def _send(
+    request: HttpRequest, letter: DeadLetter, headers: dict[str, str], body: bytes
+) -> HttpResponse:
+    by = operator(request)
+    with audited(router.db_for_write(DeadLetter)):
+        copy_id = resolution.redeliver_copy(letter, headers=headers, body=body, by=by)
+        said = f"Redelivered an edited copy as message {copy_id}."
+        audit(request, letter, Deed.COPY, said)
+    messages.success(request, f"A copy was stored as message {copy_id}.")
+    return led(request, MESSAGE, copy_id)
 
 
 def unfit(letter: DeadLetter) -> str:

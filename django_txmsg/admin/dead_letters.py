@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -22,11 +23,11 @@ from ..models.dead_letter import Resolution
 from ..monitoring import dead
 from . import display
 from .base import MessageAdmin, MessageList, address
-from .bulk import PERMISSIONS, ConfirmPages
-from .copy import CopyPages
+from .bulk import PERMISSIONS, confirm
+from .copy import copy
 from .counting import CAP, OLDER, count, listed
 from .filters import BetweenFilter, CountingFilter, filter_of, read_time
-from .groups import GroupPages
+from .groups import affected, groups, note
 
 # The filters of the dead letters' list, and the single query that counts for them.
 
@@ -201,12 +202,11 @@ class DeadLetterAdmin(MessageAdmin):
 
     def get_urls(self) -> list[Any]:
         """Add the URLs of the actions."""
-        confirm, copy, groups = ConfirmPages(self), CopyPages(self), GroupPages(self)
         return [
-            self.at("confirm/", confirm.page, "confirm"),
-            self.at("<int:pk>/copy/", copy.page, "copy"),
-            self.button("note/", groups.note, "note"),
-            self.at("affected/", groups.affected, "affected"),
+            self.at("confirm/", partial(confirm, self), "confirm"),
+            self.at("<int:pk>/copy/", partial(copy, self), "copy"),
+            self.button("note/", partial(note, self), "note"),
+            self.at("affected/", partial(affected, self), "affected"),
             *super().get_urls(),
         ]
 
@@ -215,7 +215,7 @@ class DeadLetterAdmin(MessageAdmin):
     ) -> HttpResponse:
         """Show the list if there is a query string. Otherwise show the groups."""
         if request.method == "GET" and not request.GET:
-            return GroupPages(self).page(request)
+            return groups(self, request)
         more = {"title": "Dead letters", "deeds": deeds(request)}
         return super().changelist_view(request, {**more, **(extra_context or {})})
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from django.contrib import messages
 from django.db import router
-from django.db.models import Count, F, Max, Model, QuerySet, TextField
+from django.db.models import Count, F, Max, QuerySet, TextField
 from django.db.models.fields.json import KeyTextTransform
 from django.db.models.functions import Cast
 from django.http import (
@@ -29,11 +29,11 @@ from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
 from ..models.bulk_operation import BulkKind
 from ..models.fields import MessageKey, clock
-from ..models.monitoring import Deed
+from ..models.monitoring import Deed, Done
 from ..monitoring import dead
 from . import display
 from .audit import audit, audited, perform
-from .base import Pages, given, insist, may, operator
+from .base import ReadOnlyAdmin, given, insist, may, operator
 from .bulk import hidden_fields, read_filter
 
 #: Most groups on a page.
@@ -57,89 +57,87 @@ MOST_VALUES = 10
 _FORMULA = re.compile(r"""(^|[;\t\r\n])(?=[ "]*[=+\-@\t\r])""")
 
 
-class GroupPages(Pages):
-    """The page with groups of dead letters, the form for an operator's note, the page
-    that shows the affected keys, flows and tenants, and the CSV export of that page."""
+def groups(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
+    """Show open dead letters grouped by error, the largest groups first."""
+    insist(admin.has_view_permission(request))
+    using = router.db_for_write(DeadLetter)
+    groups = grouped(using)
+    context = {
+        "groups": groups[:MOST_GROUPS],
+        "mutes": list(MUTES),
+        "more": max(0, len(groups) - MOST_GROUPS),
+        "total": sum(group["count"] for group in groups),
+        "muted": sum(group["count"] for group in groups if group["muted"]),
+    }
+    return admin.show(request, "groups", "Dead letters", context)
 
-    def page(self, request: HttpRequest) -> HttpResponse:
-        """Show open dead letters grouped by error, the largest groups first."""
-        insist(self._admin.has_view_permission(request))
-        using = router.db_for_write(DeadLetter)
-        groups = grouped(using)
-        context = {
-            "groups": groups[:MOST_GROUPS],
-            "mutes": list(MUTES),
-            "more": max(0, len(groups) - MOST_GROUPS),
-            "total": sum(group["count"] for group in groups),
-            "muted": sum(group["count"] for group in groups if group["muted"]),
-        }
-        return self._admin.show(request, "groups", "Dead letters", context)
 
-    def note(self, request: HttpRequest) -> HttpResponse:
-        """Store an operator's note about an error, and mute the error if requested."""
-        may_note = may(request, "redeliver_deadletter")
-        insist(may_note and self._admin.has_view_permission(request))
-        using = router.db_for_write(FailureNote)
-        fingerprint, lasts = given(request, "fingerprint"), request.POST.get("for", "")
-        duration = MUTES.get(lasts)
-        known = FailureNote.objects.using(using).filter(fingerprint=fingerprint).first()
-        if lasts == "unchanged" and known and known.muted_until:
-            duration = known.muted_until - clock(using)
+def note(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
+    """Store an operator's note about an error, and mute the error if requested."""
+    may_note = may(request, "redeliver_deadletter")
+    insist(may_note and admin.has_view_permission(request))
+    using = router.db_for_write(FailureNote)
+    fingerprint, lasts = given(request, "fingerprint"), request.POST.get("for", "")
+    duration = MUTES.get(lasts)
+    known = FailureNote.objects.using(using).filter(fingerprint=fingerprint).first()
+    if lasts == "unchanged" and known and known.muted_until:
+        duration = known.muted_until - clock(using)
 
-        def change() -> tuple[Model, Deed, str]:
-            note = FailureNote.objects.db_manager(using).keep(
-                fingerprint,
-                note=given(request, "note"),
-                muted=request.POST.get("muted") == "1",
-                duration=duration,
-                above=_limit(given(request, "above")),
-                by=operator(request),
-                seen=request.POST.get("seen"),
-            )
-            ends = known is not None and known.muted and not note.muted
-            said = "Muted" if note.muted else "Unmuted" if ends else "Noted on"
-            if note.muted_until:
-                said += f" until {note.muted_until:%Y-%m-%d %H:%M} UTC"
-            if note.muted_above is not None:
-                said += f" up to {note.muted_above:,} open"
-            return note, Deed.NOTE, f"{said} failures {note.fingerprint}: {note.note}"
+    def change() -> Done:
+        note = FailureNote.objects.db_manager(using).keep(
+            fingerprint,
+            note=given(request, "note"),
+            muted=request.POST.get("muted") == "1",
+            duration=duration,
+            above=_limit(given(request, "above")),
+            by=operator(request),
+            seen=request.POST.get("seen"),
+        )
+        ends = known is not None and known.muted and not note.muted
+        said = "Muted" if note.muted else "Unmuted" if ends else "Noted on"
+        if note.muted_until:
+            said += f" until {note.muted_until:%Y-%m-%d %H:%M} UTC"
+        if note.muted_above is not None:
+            said += f" up to {note.muted_above:,} open"
+        return note, Deed.NOTE, f"{said} failures {note.fingerprint}: {note.note}"
 
-        perform(request, using, change, refusal="")
-        return self._admin.led_to_list(request)
+    perform(request, using, change, refusal="")
+    return admin.led_to_list(request)
 
-    def affected(self, request: HttpRequest) -> HttpResponseBase:
-        """Show who is affected by the open dead letters that match a filter (GET), or
-        export these dead letters as CSV (POST)."""
-        exports = request.method == "POST"
-        may_see = self._admin.has_view_permission(request)
-        insist(may_see and (not exports or may(request, "export_deadletter")))
-        using = router.db_for_write(DeadLetter)
-        try:
-            filters = read_filter(request.POST if exports else request.GET)
-            letters = selection.matching(BulkKind.DISCARD, filters, using=using)
-            shown = Shown.of(letters)
-        except (TxmsgError, ValueError) as error:
-            messages.error(request, str(error))
-            return self._admin.led_to_list(request)
-        letters, said = shown.bound(letters), filter_text(filters)
-        newest = letters.order_by("-pk").first()
-        if newest is None:
-            messages.warning(request, "No open dead letter matches.")
-            return self._admin.led_to_list(request)
-        if exports:
-            with audited(using):
-                text = f"Exported {shown.count:,} dead letters as CSV; filter: {said}."
-                audit(request, newest, Deed.EXPORT, text, count=shown.count)
-            name = {"Content-Disposition": 'attachment; filename="dead-letters.csv"'}
-            lines = _as_csv(letters)
-            return StreamingHttpResponse(lines, content_type="text/csv", headers=name)
-        context = {
-            "count": shown.count,
-            "parts": _affected(letters),
-            "filters": said,
-            "fields": hidden_fields(filters),
-        }
-        return self._admin.show(request, "affected", "Who is affected", context)
+
+def affected(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponseBase:
+    """Show who is affected by the open dead letters that match a filter (GET), or
+    export these dead letters as CSV (POST)."""
+    exports = request.method == "POST"
+    may_see = admin.has_view_permission(request)
+    insist(may_see and (not exports or may(request, "export_deadletter")))
+    using = router.db_for_write(DeadLetter)
+    try:
+        filters = read_filter(request.POST if exports else request.GET)
+        letters = selection.matching(BulkKind.DISCARD, filters, using=using)
+        shown = Shown.of(letters)
+    except (TxmsgError, ValueError) as error:
+        messages.error(request, str(error))
+        return admin.led_to_list(request)
+    letters, said = shown.bound(letters), filter_text(filters)
+    newest = letters.order_by("-pk").first()
+    if newest is None:
+        messages.warning(request, "No open dead letter matches.")
+        return admin.led_to_list(request)
+    if exports:
+        with audited(using):
+            text = f"Exported {shown.count:,} dead letters as CSV; filter: {said}."
+            audit(request, newest, Deed.EXPORT, text, count=shown.count)
+        name = {"Content-Disposition": 'attachment; filename="dead-letters.csv"'}
+        lines = _as_csv(letters)
+        return StreamingHttpResponse(lines, content_type="text/csv", headers=name)
+    context = {
+        "count": shown.count,
+        "parts": _affected(letters),
+        "filters": said,
+        "fields": hidden_fields(filters),
+    }
+    return admin.show(request, "affected", "Who is affected", context)
 
 
 def _limit(text: str) -> int | None:

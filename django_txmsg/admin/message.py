@@ -30,9 +30,10 @@ from ..models.monitoring import Done
 from ..monitoring import turns
 from ..monitoring.dead import place
 from ..rules.dead_letters import resolver
+from . import base
 from . import body as bodies
 from .audit import perform
-from .base import MESSAGE, Pages, given, insist, led, may, operator, sees_messages
+from .base import MESSAGE, given, insist, led, may, operator, sees_messages
 from .inbox import shown_state, with_state
 
 # The messages that led to a message and that it led to: all with the same correlation
@@ -205,143 +206,139 @@ def _of_letter(letter: DeadLetter) -> Iterator[Event]:
 MOST_ATTEMPTS = 50
 
 
-class MessagePages(Pages):
-    """The page of a message, its body as plain text, and its buttons."""
-
-    def page(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Show all rows of a message in one page."""
-        insist(sees_messages(request))
-        outgoing = may(request, "view_outboxmessage")
-        incoming = may(request, "view_inboxmessage")
-        dead = may(request, "view_deadletter")
-        using = router.db_for_write(OutboxMessage)
-        now = clock(using)
-        outbox = inbox = letters = attempts = []
-        if outgoing:
-            rows: Any = OutboxMessage.objects.using(using).filter(message_id=message_id)
-            outbox = list(rows.defer("body", "headers").order_by("pk"))
-            for row in outbox:
-                row.key = bodies.shown_key(row)
-                row.expired = row.expires_at and row.expires_at <= now
-        if incoming:
-            rows = InboxMessage.objects.using(using).filter(message_id=message_id)
-            inbox = list(with_state(rows).defer("body", "headers").order_by("pk"))
-            for one in inbox:
-                one.shown = shown_state(one)  # type: ignore[attr-defined]  # the page's
-                if one.waits_for is not None:
-                    one.before = turns.predecessor(one)  # type: ignore[attr-defined]  # as above
-            rows = Attempt.objects.using(using).filter(message_id=message_id)
-            attempts = list(rows.order_by("-pk")[:MOST_ATTEMPTS])
-        if dead:
-            rows = DeadLetter.objects.using(using).filter(message_id=message_id)
-            letters = list(rows.defer("body").order_by("pk"))
-            for letter in letters:
-                letter.order = turns.note(letter)
-                letter.by = resolver(letter.resolved_by)
-                letter.place = place(letter.stage, letter.destination, letter.reason)
-                if letter.resolution == Resolution.DISCARDED:
-                    stage = letter.stage or letter.destination
-                    row = next((o for o in inbox if o.stage == stage), None)
-                    letter.revoked = resolution.revoked_why(letter, row, now)
-        known = [*outbox, *inbox, *letters]
-        if not known:
-            why = (
-                ": it was never stored or received, or was pruned after its retention"
-                if outgoing and incoming and dead
-                else ", or only in tables that you may not see"
-            )
-            messages.warning(request, f"Message {message_id} is not here{why}.")
-            return led(request, "admin:app_list", "django_txmsg")
-        first = known[0]
-        correlation_id = next((one.correlation_id for one in known), "")
-        context = {
-            "now": now,
-            "message_id": message_id,
-            "destination": first.destination,
-            "state": state_of(outbox, inbox, letters),
-            "service": next((row.service for row in inbox if row.service), ""),
-            "correlation_id": correlation_id,
-            "outbox": outbox,
-            "inbox": inbox,
-            "letters": letters,
-            "attempts": attempts,
-            "events": timeline(outbox, inbox, attempts, letters),
-            "flow": flow(message_id, correlation_id, using=using)
-            if outgoing and incoming
-            else [],
-            "content": self._content(request, using, outbox, inbox, letters),
-            "raw": raw(known),
-            "editable": conf.get().EDIT_DEAD_LETTERS,
-            "stoppable": may(request, "stop_inboxmessage")
-            and any(one.state == "received" for one in inbox)
-            and bool(deadline.stoppable(message_id, using)),
-        }
-        return self._admin.show(
-            request, "message", f"Message to {first.destination}", context
+def page(
+    admin: base.ReadOnlyAdmin, request: HttpRequest, message_id: uuid.UUID
+) -> HttpResponse:
+    """Show all rows of a message in one page."""
+    insist(sees_messages(request))
+    outgoing = may(request, "view_outboxmessage")
+    incoming = may(request, "view_inboxmessage")
+    dead = may(request, "view_deadletter")
+    using = router.db_for_write(OutboxMessage)
+    now = clock(using)
+    outbox = inbox = letters = attempts = []
+    if outgoing:
+        rows: Any = OutboxMessage.objects.using(using).filter(message_id=message_id)
+        outbox = list(rows.defer("body", "headers").order_by("pk"))
+        for row in outbox:
+            row.key = bodies.shown_key(row)
+            row.expired = row.expires_at and row.expires_at <= now
+    if incoming:
+        rows = InboxMessage.objects.using(using).filter(message_id=message_id)
+        inbox = list(with_state(rows).defer("body", "headers").order_by("pk"))
+        for one in inbox:
+            one.shown = shown_state(one)  # type: ignore[attr-defined]  # the page's
+            if one.waits_for is not None:
+                one.before = turns.predecessor(one)  # type: ignore[attr-defined]  # as above
+        rows = Attempt.objects.using(using).filter(message_id=message_id)
+        attempts = list(rows.order_by("-pk")[:MOST_ATTEMPTS])
+    if dead:
+        rows = DeadLetter.objects.using(using).filter(message_id=message_id)
+        letters = list(rows.defer("body").order_by("pk"))
+        for letter in letters:
+            letter.order = turns.note(letter)
+            letter.by = resolver(letter.resolved_by)
+            letter.place = place(letter.stage, letter.destination, letter.reason)
+            if letter.resolution == Resolution.DISCARDED:
+                stage = letter.stage or letter.destination
+                row = next((o for o in inbox if o.stage == stage), None)
+                letter.revoked = resolution.revoked_why(letter, row, now)
+    known = [*outbox, *inbox, *letters]
+    if not known:
+        why = (
+            ": it was never stored or received, or was pruned after its retention"
+            if outgoing and incoming and dead
+            else ", or only in tables that you may not see"
         )
+        messages.warning(request, f"Message {message_id} is not here{why}.")
+        return led(request, "admin:app_list", "django_txmsg")
+    first = known[0]
+    correlation_id = next((one.correlation_id for one in known), "")
+    context = {
+        "now": now,
+        "message_id": message_id,
+        "destination": first.destination,
+        "state": state_of(outbox, inbox, letters),
+        "service": next((row.service for row in inbox if row.service), ""),
+        "correlation_id": correlation_id,
+        "outbox": outbox,
+        "inbox": inbox,
+        "letters": letters,
+        "attempts": attempts,
+        "events": timeline(outbox, inbox, attempts, letters),
+        "flow": flow(message_id, correlation_id, using=using)
+        if outgoing and incoming
+        else [],
+        "content": _content(request, using, outbox, inbox, letters),
+        "raw": raw(known),
+        "editable": conf.get().EDIT_DEAD_LETTERS,
+        "stoppable": may(request, "stop_inboxmessage")
+        and any(one.state == "received" for one in inbox)
+        and bool(deadline.stoppable(message_id, using)),
+    }
+    return admin.show(request, "message", f"Message to {first.destination}", context)
 
-    def body(
-        self, request: HttpRequest, message_id: uuid.UUID, table: str, pk: int
-    ) -> HttpResponse:
-        """Return the whole body, masked, as plain text that the browser does not
-        execute."""
-        insist(sees_messages(request))
-        if table not in bodies.TABLES:
-            raise Http404
-        row = bodies.TABLES[table]._meta.model_name
-        insist(may(request, "view_message_body", f"view_{row}"))
-        using = router.db_for_write(OutboxMessage)
-        content = bodies.read(
-            table, pk, using=using, message_id=message_id, bodies=True, whole=True
-        )
-        if content is None:
-            raise Http404
-        if content.unmaskable:
-            text = "The body is too large to be masked, so it is not shown.\n"
-            return HttpResponse(text, status=413, content_type="text/plain")
-        return HttpResponse(
-            content.text if content.raw is None else content.raw,
-            content_type="text/plain; charset=utf-8",
-            headers={
-                "X-Content-Type-Options": "nosniff",
-                "Content-Security-Policy": "default-src 'none'; sandbox",
-                "Cache-Control": "no-store",
-            },
-        )
 
-    def act(
-        self, request: HttpRequest, message_id: uuid.UUID, *, name: str
-    ) -> HttpResponse:
-        """Cancel, reschedule or stop the message."""
-        one, by = message_acts.ACTS[name], operator(request)
-        insist(sees_messages(request) and may(request, one.permission))
-        using = router.db_for_write(one.model)
+def body(
+    request: HttpRequest, message_id: uuid.UUID, table: str, pk: int
+) -> HttpResponse:
+    """Return the whole body, masked, as plain text that the browser does not
+    execute."""
+    insist(sees_messages(request))
+    if table not in bodies.TABLES:
+        raise Http404
+    row = bodies.TABLES[table]._meta.model_name
+    insist(may(request, "view_message_body", f"view_{row}"))
+    using = router.db_for_write(OutboxMessage)
+    content = bodies.read(
+        table, pk, using=using, message_id=message_id, bodies=True, whole=True
+    )
+    if content is None:
+        raise Http404
+    if content.unmaskable:
+        text = "The body is too large to be masked, so it is not shown.\n"
+        return HttpResponse(text, status=413, content_type="text/plain")
+    return HttpResponse(
+        content.text if content.raw is None else content.raw,
+        content_type="text/plain; charset=utf-8",
+        headers={
+            "X-Content-Type-Options": "nosniff",
+            "Content-Security-Policy": "default-src 'none'; sandbox",
+            "Cache-Control": "no-store",
+        },
+    )
 
-        def change() -> Done | None:
-            why, when = given(request)[:255], {}
-            if name == "reschedule":
-                minutes = given(request, "minutes") or "0"
-                why, when = f"due in {minutes} minutes", {"delay": _minutes(minutes)}
-            return message_acts.act(
-                name, message_id, using=using, by=by, why=why, **when
-            )
 
-        perform(request, using, change, f"Not {one.done}: {one.unless}.")
-        return led(request, MESSAGE, message_id)
+def act(name: str, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
+    """Cancel, reschedule or stop the message, and show its page again."""
+    one, by = message_acts.ACTS[name], operator(request)
+    insist(sees_messages(request) and may(request, one.permission))
+    using = router.db_for_write(one.model)
 
-    def _content(
-        self, request: HttpRequest, using: str, outbox: Any, inbox: Any, letters: Any
-    ) -> bodies.Content | None:
-        for table, rows in (("outbox", outbox), ("dead", letters), ("inbox", inbox)):
-            for row in rows:
-                content = bodies.read(
-                    table, row.pk, using=using, message_id=row.message_id,
-                    bodies=may(request, "view_message_body"),
-                )  # fmt: skip
-                if content is not None:
-                    found: bodies.Content = content
-                    return found
-        return None
+    def change() -> Done | None:
+        why, when = given(request)[:255], {}
+        if name == "reschedule":
+            minutes = given(request, "minutes") or "0"
+            why, when = f"due in {minutes} minutes", {"delay": _minutes(minutes)}
+        return message_acts.act(name, message_id, using=using, by=by, why=why, **when)
+
+    perform(request, using, change, f"Not {one.done}: {one.unless}.")
+    return led(request, MESSAGE, message_id)
+
+
+def _content(
+    request: HttpRequest, using: str, outbox: Any, inbox: Any, letters: Any
+) -> bodies.Content | None:
+    for table, rows in (("outbox", outbox), ("dead", letters), ("inbox", inbox)):
+        for row in rows:
+            content = bodies.read(
+                table, row.pk, using=using, message_id=row.message_id,
+                bodies=may(request, "view_message_body"),
+            )  # fmt: skip
+            if content is not None:
+                found: bodies.Content = content
+                return found
+    return None
 
 
 def _minutes(text: str) -> dt.timedelta:

@@ -62,13 +62,12 @@ class OutboxAdmin(MessageAdmin):
 
     def get_urls(self) -> list[Any]:
         """Add the URLs of a message's page and of its buttons."""
-        pages = message.MessagePages(self)
         one = "<uuid:message_id>/"
         return [
-            self.at(one, pages.page, "message"),
-            self.at(f"{one}body/<str:table>/<int:pk>/", pages.body, "body"),
+            self.at(one, partial(message.page, self), "message"),
+            self.at(f"{one}body/<str:table>/<int:pk>/", message.body, "body"),
             *(
-                self.button(f"{one}{name}/", partial(pages.act, name=name), name)
+                self.button(f"{one}{name}/", partial(message.act, name), name)
                 for name in message_acts.ACTS
             ),
             *super().get_urls(),

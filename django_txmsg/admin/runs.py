@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from django.contrib import admin, messages
 from django.db import router
-from django.db.models import Max, Min, Model, QuerySet
+from django.db.models import Max, Min, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
 
@@ -34,7 +34,7 @@ from ..models import (
 )
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
-from ..models.monitoring import Deed
+from ..models.monitoring import Deed, Done
 from ..monitoring import runs
 from . import display
 from .audit import perform
@@ -264,7 +264,7 @@ class RunAdmin(RowPageAdmin):
         entered = acts.Given(**{field: given(request, field) for field in fields})
         seen = request.POST.get("seen", "")
 
-        def change() -> tuple[Model, Deed, str]:
+        def change() -> Done:
             return run, Deed.RUN, acts.act(name, run, entered, seen=seen)
 
         perform(request, str(run._state.db), change, refusal="")
