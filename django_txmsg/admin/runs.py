@@ -7,6 +7,7 @@ import json
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -34,7 +35,6 @@ from ..models import (
 )
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
-from ..models.monitoring import Deed, Done
 from ..monitoring import runs
 from . import display
 from .audit import perform
@@ -263,10 +263,7 @@ class RunAdmin(RowPageAdmin):
         fields = ("why", "value", "type", "to")
         entered = acts.Given(**{field: given(request, field) for field in fields})
         seen = request.POST.get("seen", "")
-
-        def change() -> Done:
-            return run, Deed.RUN, acts.act(name, run, entered, seen=seen)
-
+        change = partial(acts.act, name, run, entered, seen=seen)
         perform(request, str(run._state.db), change, refusal="")
         return led(request, _PAGE, pk)
 

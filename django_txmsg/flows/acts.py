@@ -1,7 +1,6 @@
 """Actions of an operator on a run, from a page or a command.
 
-Each action runs in the caller's transaction. It returns a text for the audit log, or
-raises FlowError.
+Each action runs in the caller's transaction, or raises FlowError.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from ..envelope.message import Message, new_id
 from ..envelope.typed_body import BodyReader
 from ..errors import DecodeError, FlowError
 from ..models import FlowStep, OutboxMessage, Run
+from ..models.monitoring import Deed, Done
 from ..models.run import Outcome, WaitsFor
 from ..sending.outbox import Encoded
 from ..sending.undoing import IN_DOUBT, overtaken
@@ -138,9 +138,9 @@ ACTS = {
 }
 
 
-def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
-    """Apply one of ACTS to the run, and return the text for the audit log. `seen` is
-    the value of `since` that the run had when the operator chose it.
+def act(name: str, run: Run, given: Given, *, seen: str = "") -> Done:
+    """Apply one of ACTS to the run. `seen` is the value of `since` that the run had
+    when the operator chose it.
 
     Raises FlowError if the action is not possible, if the run has continued since it
     was chosen, or if the step does not accept the operator's value.
@@ -153,7 +153,8 @@ def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
     if why := refused(name, now):
         raise FlowError(why)
     why = f": {given.why}" if given.why else "."
-    return f"{ACTS[name].do(now, given)} run {run.run_id} of flow {now.flow}{why}"
+    said = f"{ACTS[name].do(now, given)} run {run.run_id} of flow {now.flow}{why}"
+    return run, Deed.RUN, said
 
 
 def refused(name: str, run: Run) -> str:

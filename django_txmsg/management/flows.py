@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import threading
+from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import models, transaction
+from django.db import models
 
 from ..dead_letters import masking
 from ..errors import TxmsgError
 from ..flows import acts
 from ..models import FlowStep, FlowUndo, Run
 from ..models.fields import Later, clock, local
-from ..models.monitoring import Deed
 from ..monitoring import runs
 from ..monitoring.lengths import duration
 from ..rules.dead_letters import wrong_rate
@@ -23,12 +23,12 @@ from .terminal import (
     add_actions,
     chosen_database,
     not_blank,
+    perform,
     print_list,
     printable,
     read_age,
     read_ids,
     read_option,
-    record,
     say,
     values,
     whole_number,
@@ -147,14 +147,11 @@ class Command(BaseCommand):
         for number, run in enumerate(chosen):
             if options["rate"] and number:
                 threading.Event().wait(1 / options["rate"])
+            change = partial(acts.act, action, run, given, seen=run.since.isoformat())
             try:
-                with transaction.atomic(using=using):
-                    text = acts.act(action, run, given, seen=run.since.isoformat())
-                    record(using, Deed.RUN, text)
+                say(self.stdout, perform(using, change))
             except TxmsgError as error:
                 left.append(str(error))
-                continue
-            say(self.stdout, text)
         if left:
             raise CommandError("\n".join(left))
 

@@ -1620,7 +1620,7 @@ def test_operator_can_only_cancel_a_run_that_has_handed_over() -> None:
         with pytest.raises(FlowError, match=f"handed over to run {last.run_id} of "):
             acts.act(act, run, acts.Given(to="start"))
     with transaction.atomic():
-        text = acts.act("cancel", run, acts.Given(why="stop"))
+        _, _, text = acts.act("cancel", run, acts.Given(why="stop"))
     assert text == (
         f"Cancelled run {last.run_id} of shop.packing, successor of run {run.run_id} "
         f"of flow shop.packing: stop"
