@@ -17,6 +17,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from ..monitoring.lengths import duration
+
 
 @dataclass
 class Findings:
@@ -79,17 +81,6 @@ def number(value: float) -> str:
             scaled = value / (1e3 if letter == "k" else size)
             return f"{scaled:,.1f}".rstrip("0").rstrip(".") + letter
     return f"{value:,.0f}" if value == int(value) else f"{value:,.2f}"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as short text: 12 ms, 3.4 s, 2 h."""
-    size = abs(seconds)
-    if size < 0.0995:
-        return f"{seconds * 1000:.3g} ms"
-    for limit, unit, name in ((119.5, 1, "s"), (3599, 60, "min"), (172_000, 3600, "h")):
-        if size < limit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 86400:.3g} d"
 
 
 #: Width and height of a chart on a desktop and on a phone: each shows the one that
@@ -188,7 +179,7 @@ def _axis(most: float) -> list[float]:
 
 
 _TIMES = (
-    *(1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0),
+    *(1e-3, 1e-2, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0),
     *(6 * 3600.0, 86_400.0, 10 * 86_400.0, 100 * 86_400.0, 1000 * 86_400.0, 1e9),
 )
 

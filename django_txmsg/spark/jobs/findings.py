@@ -16,9 +16,9 @@ import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame
 from pyspark.sql import types as t
 
+from ...monitoring.lengths import duration
 from ..errors import UsageError
 from ..noted import KEY, Noted, Which
-from ..report import duration
 from ..results import result_struct
 from ..runs import RUN, Run, run_by
 from ..spec import JobSpec
