@@ -67,17 +67,14 @@ RUNS = 20
 
 @contextmanager
 def session(
-    job: str, settings: Mapping[str, str] | None = None, *, short: bool = False
+    job: str, settings: Mapping[str, str] = {}, **how: bool
 ) -> Iterator[SparkSession]:
     """Yield a Spark session with the data source registered. A session that this
-    function creates is stopped at the end. An active session keeps its settings. Pass
-    short=True for a run of seconds.
-
-    Raises EnvironmentFault if Spark does not start, for example because Java is
-    missing.
+    function creates is stopped at the end. An active session keeps its settings. `how`
+    are keyword arguments of `build()`.
     """
     active = SparkSession.getActiveSession()
-    spark = active or build(f"txmsg {job}", settings, short=short)
+    spark = active or build(f"txmsg {job}", settings, **how)
     before = {name: spark.conf.get(name, None) for name in SETTINGS}
     try:
         for name, value in SETTINGS.items():
@@ -96,16 +93,25 @@ def session(
 
 
 def build(
-    name: str, settings: Mapping[str, str] | None = None, *, short: bool = False
+    name: str,
+    settings: Mapping[str, str] = {},
+    *,
+    short: bool = False,
+    progress: bool = False,
 ) -> SparkSession:
     """Start a session. It runs locally on all cores, unless the environment sets a
-    master. Pass short=True for a run of seconds."""
+    master. Pass short=True for a run of seconds. With `progress`, Spark draws the
+    progress of its stages if the error stream is a terminal.
+
+    Raises EnvironmentFault if Spark does not start, for example because Java is
+    missing.
+    """
     builder = SparkSession.builder.appName(name)
     chosen = dict(SETTINGS)
-    remote = (settings or {}).get("spark.remote") or os.environ.get("SPARK_REMOTE", "")
+    remote = settings.get("spark.remote") or os.environ.get("SPARK_REMOTE", "")
     if remote:
-        return _connected(builder.remote(remote), remote, settings or {})
-    master = (settings or {}).get("spark.master", "")
+        return _connected(builder.remote(remote), remote, settings)
+    master = settings.get("spark.master", "")
     if not master and not _submitted():
         master = "local[*]"
         builder = builder.master(master)
@@ -117,7 +123,9 @@ def build(
             # The user's options come later, and so take precedence.
             own = os.environ.get("SPARK_SUBMIT_OPTS", "")
             os.environ["SPARK_SUBMIT_OPTS"] = f"{SHORT} {own}"
-    chosen |= settings or {}
+    if progress and sys.stderr.isatty():
+        chosen["spark.ui.showConsoleProgress"] = "true"
+    chosen |= settings
     for key, value in chosen.items():
         builder = builder.config(key, value)
     try:

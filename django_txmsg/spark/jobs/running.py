@@ -9,9 +9,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +20,6 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from ..errors import UsageError, faults_told, from_spark
-from ..progress import following, progress_bar
 from ..runs import Run, recorded
 from ..session import session
 from ..spec import JobSpec, digest, hidden, recordable
@@ -117,16 +116,12 @@ def _recordable(given: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-@contextmanager
-def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
-    """Yield a Spark session. If the error stream is a terminal, show a progress bar of
-    its tasks."""
-    bar = progress_bar(given.job, quiet=given.json, unit="tasks")
-    bar.set_postfix_str("starting Spark")
+def job_session(given: argparse.Namespace) -> AbstractContextManager[SparkSession]:
+    """Return a Spark session as a context manager. Spark shows its progress on a
+    terminal."""
     short = given.job == "reconcile" and given.since is not None
-    started = session(given.job, dict(given.conf), short=short)
-    with bar, started as spark, following(bar, spark):
-        yield spark
+    settings = dict(given.conf)
+    return session(given.job, settings, short=short, progress=not given.json)
 
 
 def run_until_stopped(
