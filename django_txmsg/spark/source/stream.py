@@ -22,7 +22,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from ..connection import Connection, connect_plain, held
+from ..connection import connect_plain, held
 from ..databases import open_database
 from ..engine import installed
 from ..errors import EnvironmentFault, UsageError
@@ -93,8 +93,7 @@ class LogStream(DataSourceStreamReader):
         that the stream cannot see."""
         if self.postgres:
             self._insist_on_own_rows()
-        with closing(connect_plain(self.spec)) as connection:
-            return {"position": "0", "cluster": self._cluster(connection)}
+        return self.end() | {"position": "0"}
 
     def latestOffset(  # noqa: N802 - Spark's name
         self, start: dict[str, Any] | None = None, limit: object = None
@@ -103,7 +102,7 @@ class LogStream(DataSourceStreamReader):
         number of rows has `max_rows`."""
         end = self.target or self.end()
         start = start or self._reached or end | {"position": "0"}
-        self.insist_on_one_cluster(start, end)
+        self._insist_on_its_log(start)
         first, last = int(start["position"]), int(end["position"])
         if self.postgres and first >= last:
             self.tell_standstill(last)
@@ -118,7 +117,7 @@ class LogStream(DataSourceStreamReader):
         """Return a single partition for each micro-batch. A micro-batch is small. A
         single statement must read it, because two statements could see different states
         of the database."""
-        self.insist_on_one_cluster(start, end)
+        self._insist_on_its_log(start)
         first, last = int(start["position"]), int(end["position"])
         return [Stretch(first, last)] if first < last else []
 
@@ -138,57 +137,51 @@ class LogStream(DataSourceStreamReader):
         name = f"(t.{self.position}::text::bigint)" if self.postgres else "t.id"
         return f"{name} >= {first} AND {name} < {last}"
 
-    def insist_on_one_cluster(
-        self, start: Mapping[str, Any], end: Mapping[str, Any]
-    ) -> None:
-        """Raise EnvironmentFault if the checkpoint contains a transaction id of another
-        PostgreSQL cluster, or one that this cluster has not reached."""
-        if start["cluster"] != end["cluster"]:
+    def _insist_on_its_log(self, start: Mapping[str, Any]) -> None:
+        """Raise EnvironmentFault if the stream has read another PostgreSQL cluster up
+        to `start`, or if this database has not reached `start`. The database has then
+        lost transactions, and new rows get their ids."""
+        _, following, cluster = self._ends()
+        if start["cluster"] != cluster:
             raise EnvironmentFault(
                 f"The stream's checkpoint is of PostgreSQL cluster {start['cluster']}, "
-                f"and {self.spec.shown} is on {end['cluster']}: transaction ids do not "
+                f"and {self.spec.shown} is on {cluster}: transaction ids do not "
                 "survive a dump and restore. Start with a new checkpoint."
             )
-        self._insist_on_reached(int(start["position"]))
-
-    def _insist_on_reached(self, position: int) -> None:
-        """Raise EnvironmentFault if the database has not reached a position that the
-        stream has read. The database has then lost transactions, and new rows get
-        their ids."""
-        name = self.table.relation
-        with closing(connect_plain(self.spec)) as connection:
-            if self.postgres:
-                # A standby may lag behind the server that the stream has read before.
-                following = connection.value(
-                    "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
-                    " WHERE NOT pg_is_in_recovery()"
-                )
-            else:
-                following = connection.value(
-                    "SELECT coalesce(max(seq), 0) + 1 FROM sqlite_sequence"
-                    " WHERE name = %s",
-                    name,
-                )
+        position = int(start["position"])
         if following is not None and following < position:
             raise EnvironmentFault(
                 f"The stream's checkpoint is at {position}, and {self.spec.shown} has "
                 f"only come to {following}: it was restored to an earlier state, and "
-                f"the stream would miss new rows of {name}. Start with a new "
-                "checkpoint."
+                f"the stream would miss new rows of {self.table.relation}. Start with "
+                "a new checkpoint."
             )
 
     def end(self) -> dict[str, Any]:
         """Return the position up to which the stream may read. It is before the first
         row of any open transaction."""
+        position, _, cluster = self._ends()
+        return {"position": str(position), "cluster": cluster}
+
+    def _ends(self) -> tuple[int, int | None, str]:
+        """Return the position up to which the stream may read, the position that the
+        database assigns next, and the PostgreSQL cluster. The second one is None on a
+        standby, which may lag behind the server that the stream has read before."""
+        sql = (
+            "SELECT pg_snapshot_xmin(s)::text::bigint, CASE WHEN NOT"
+            " pg_is_in_recovery() THEN pg_snapshot_xmax(s)::text::bigint END,"
+            " system_identifier::text FROM pg_current_snapshot() s, pg_control_system()"
+        )
+        if not self.postgres:
+            name = self.table.relation
+            sql = (
+                f"SELECT (SELECT coalesce(max(id), 0) + 1 FROM {name}),"
+                " coalesce(max(seq), 0) + 1, 'sqlite' FROM sqlite_sequence"
+                f" WHERE name = '{name}'"
+            )
         with closing(connect_plain(self.spec)) as connection:
-            if self.postgres:
-                position = connection.value(
-                    "SELECT pg_snapshot_xmin(pg_current_snapshot())::text"
-                )
-            else:
-                highest = connection.value(f"SELECT max(id) FROM {self.table.relation}")
-                position = str((highest or 0) + 1)
-            return {"position": position, "cluster": self._cluster(connection)}
+            [(position, following, cluster)] = connection.rows(sql)
+        return position, following, cluster
 
     def tell_standstill(self, position: int) -> None:
         """From time to time, check whether rows wait for an open transaction. If so,
@@ -199,10 +192,10 @@ class LogStream(DataSourceStreamReader):
         self._looked = time.monotonic()
         if position != self._stood_at:
             self._stood_at, self._stood_since = position, self._looked
+        _, following, _ = self._ends()
+        if following is None:
+            return  # a standby does not see the open transactions
         with closing(connect_plain(self.spec)) as connection:
-            following = connection.value(
-                "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
-            )
             rows = connection.value(
                 f"SELECT count(*) FROM {self.table.relation} t"
                 f" WHERE {self._between(position, following)}"
@@ -242,12 +235,6 @@ class LogStream(DataSourceStreamReader):
                 "one, by a dump. Say that they are old, and start again: UPDATE "
                 f"{self.table.relation} SET {self.position} = NULL WHERE {foreign};"
             )
-
-    def _cluster(self, connection: Connection) -> str:
-        if not self.postgres:
-            return "sqlite"
-        identity = connection.value("SELECT system_identifier FROM pg_control_system()")
-        return str(identity)
 
     def after(self, first: int, last: int, rows: int) -> int:
         """Return the end of a range that starts at `first` and has at most `rows` rows.
