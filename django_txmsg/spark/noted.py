@@ -12,7 +12,7 @@ import json
 import uuid
 from collections.abc import Collection, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .connection import connect_plain, read_instant, read_json
@@ -62,27 +62,19 @@ class Noted:
     def __init__(self, source: SourceSpec) -> None:
         self.source = source
 
-    def read(self, which: Which, limit: int = 0) -> list[dict[str, Any]]:
+    def read(self, which: Which) -> list[dict[str, Any]]:
         """Return findings, newest first: sorted by the time when they were first
         found."""
-        order = "ORDER BY found_at DESC, verdict, sent_at, id"
-        if limit:
-            order += f" LIMIT {limit}"
-        rows = self._rows(", ".join(COLUMNS), which, order)
+        where, values = self._where(which)
+        with closing(connect_plain(self.source)) as connection:
+            rows = connection.rows(
+                f"SELECT {', '.join(COLUMNS)} FROM {_TABLE} WHERE {where}"
+                " ORDER BY found_at DESC, verdict, sent_at, id",
+                *values,
+            )
         return [
             dict(zip(COLUMNS, map(_plain, COLUMNS, row), strict=True)) for row in rows
         ]
-
-    def count(self, which: Which) -> dict[str, int]:
-        """Return the number of findings of each verdict."""
-        return dict(self._rows("verdict, count(*)", which, "GROUP BY verdict"))
-
-    def _rows(self, columns: str, which: Which, rest: str) -> list[Any]:
-        where, values = self._where(which)
-        with closing(connect_plain(self.source)) as connection:
-            return connection.rows(
-                f"SELECT {columns} FROM {_TABLE} WHERE {where} {rest}", *values
-            )
 
     def standing(self) -> list[dict[str, Any]]:
         """Return the findings that stood after the last run, and unacknowledged ones
@@ -146,11 +138,12 @@ class Noted:
         Raises UsageError if the note is empty."""
         if not note.strip():
             raise UsageError("Say why: an acknowledgement needs a note.")
-        return self._set(which, False, dt.datetime.now(dt.timezone.utc), by, note)
+        now = dt.datetime.now(dt.timezone.utc)
+        return self._set(replace(which, acknowledged=False), now, by, note)
 
     def reopen(self, which: Which) -> int:
         """Remove the acknowledgements of findings. Returns their number."""
-        return self._set(which, True, None, "", "")
+        return self._set(replace(which, acknowledged=True), None, "", "")
 
     def last_run(self) -> Reconciled | None:
         """Return the last finished `reconcile` that has stored its findings."""
@@ -188,12 +181,9 @@ class Noted:
                 until, judged = dt.datetime.fromisoformat(ran["judged_until"]), own
         return until
 
-    def _set(
-        self, which: Which, before: bool, at: dt.datetime | None, by: str, note: str
-    ) -> int:
-        which = Which(which.verdict, which.destination, which.message_ids, before)
+    def _set(self, which: Which, at: dt.datetime | None, by: str, note: str) -> int:
+        where, values = self._where(which)
         with closing(connect_plain(self.source)) as connection:
-            where, values = self._where(which)
             return connection.execute(
                 f"UPDATE {_TABLE} SET acknowledged_at = %s, acknowledged_by = %s,"
                 f" note = %s WHERE {where}",

@@ -90,9 +90,9 @@ def add_findings(found: Findings, noted: Noted) -> None:
     if (last := noted.last_run()) is None:
         return
     found.judged_at, found.verdicts = last.started_at, last.counts
-    for seen in (False, True):
-        found.lost = [*found.lost, *noted.read(Which(acknowledged=seen), TOP)][:TOP]
-    found.unseen = sum(noted.count(Which(acknowledged=False)).values())
+    unseen = noted.read(Which(acknowledged=False))
+    found.lost = [*unseen, *noted.read(Which(acknowledged=True))][:TOP]
+    found.unseen = len(unseen)
 
 
 def _fill(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime as dt
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -129,7 +130,7 @@ def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None
         )
     if given.dry_run:
         there = dataclasses.replace(which, acknowledged=bool(given.reopen))
-        run.rows = sum(noted.count(there).values())
+        run.rows = len(noted.read(there))
         verb = "would be"
     elif given.reopen:
         run.rows, verb = noted.reopen(which), "are"
@@ -165,5 +166,5 @@ def _list(noted: Noted, which: Which, run: Run) -> None:
         run.lines.append(line)
     if len(found) > SHOWN:
         run.lines.append(f"… and {len(found) - SHOWN:,} more: --json lists all.")
-    run.rows, run.counts = len(found), noted.count(which)
+    run.rows, run.counts = len(found), Counter(one["verdict"] for one in found)
     run.facts["findings"] = found
