@@ -63,7 +63,7 @@ def test_a_row_much_older_than_all_others_leaves_the_parts_equal(log: Log) -> No
 
     counts = [
         log.value(
-            f"SELECT count(*) FROM {OUTBOX.relation} t WHERE {part.condition}"
+            f"SELECT count(*) FROM {OUTBOX.relation} t WHERE {part.condition()}"
         )
         for part in parts
     ]  # fmt: skip

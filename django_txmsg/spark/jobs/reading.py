@@ -361,8 +361,9 @@ class WholeLog:
         cores = parallelism(self.spark)
         parts = max(1, 2 * cores // len(self.live))
         for live in self.live:
+            chosen = live.condition(where, day)
             for part in id_ranges(live.database, table, parts):
-                conditions = filter(None, (part.condition, live.condition(where, day)))
+                conditions = filter(None, (part.condition(), chosen))
                 work.append((live, " AND ".join(conditions)))
         read = partial(_read_live, table, struct)
         return spread(self.spark, read, work, struct, len(work))

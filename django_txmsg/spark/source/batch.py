@@ -70,26 +70,26 @@ class Selection:
 
 
 @dataclass
-class IdRange(InputPartition):
-    """A partition with the rows `first <= id < last`."""
+class Stretch(InputPartition):
+    """A partition with the rows `first <= position < last`. The position is the row's
+    id or, in a stream from PostgreSQL, a transaction id."""
 
     first: int
     last: int
 
-    @property
-    def condition(self) -> str:
-        """The range as an SQL condition."""
-        return f"t.id >= {self.first} AND t.id < {self.last}"
+    def condition(self, position: str = "t.id") -> str:
+        """Return the range as a condition for an SQL expression."""
+        return f"{position} >= {self.first} AND {position} < {self.last}"
 
 
-def id_ranges(database: Database, table: Table, count: int) -> list[IdRange]:
+def id_ranges(database: Database, table: Table, count: int) -> list[Stretch]:
     """Divide all possible ids into `count` ranges with about the same number of rows.
     The existing ids are sampled, because ranges of equal width could have very
     different numbers of rows."""
     known = sorted(database.sample(table)) if count > 1 else []
     inner = {known[len(known) * part // count] for part in range(1, count) if known}
     edges = [-(2**63), *sorted(inner), 2**63 - 1]
-    return [IdRange(*edge) for edge in pairwise(edges)]
+    return [Stretch(*edge) for edge in pairwise(edges)]
 
 
 class BatchReader(DataSourceReader):
@@ -121,8 +121,8 @@ class BatchReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition."""
-        assert isinstance(partition, IdRange)
-        where = " AND ".join([partition.condition, *self.conditions])
+        assert isinstance(partition, Stretch)
+        where = " AND ".join([partition.condition(), *self.conditions])
         yield from self.columns.read(self.database, where, self.snapshot)
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's

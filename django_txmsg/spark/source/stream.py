@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -28,22 +27,13 @@ from ..engine import installed
 from ..errors import EnvironmentFault, UsageError
 from ..schemas import Table
 from ..spec import SourceSpec
-from .batch import Selection
+from .batch import Selection, Stretch
 
 #: Seconds between two checks for waiting rows, while no others arrive.
 LOOK = 10.0
 
 #: Seconds for which a transaction must be open before it is reported.
 TELL_AFTER = 60.0
-
-
-@dataclass
-class Stretch(InputPartition):
-    """A partition with the rows `first <= position < last`. The position is a
-    transaction id on PostgreSQL, and the row's id on SQLite."""
-
-    first: int
-    last: int
 
 
 class LogStream(DataSourceStreamReader):
@@ -78,6 +68,9 @@ class LogStream(DataSourceStreamReader):
         if follow == "changed" and not self.postgres:
             raise UsageError("follow=changed needs PostgreSQL.")
         self.position = "changed_xid" if follow == "changed" else "created_xid"
+        # Worded like the index, which is on this expression.
+        xid = f"(t.{self.position}::text::bigint)"
+        self.place = xid if self.postgres else "t.id"
         self.spec, self.table = spec.resolved(), table
         self.columns = Selection(spec.service, table, schema)
         self.database = open_database(spec)
@@ -126,16 +119,11 @@ class LogStream(DataSourceStreamReader):
         rows are yielded, except rows that were deleted or (with `follow=changed`)
         changed in between."""
         assert isinstance(partition, Stretch)
-        where = self._between(partition.first, partition.last)
+        where = partition.condition(self.place)
         if self.postgres and partition.first == 0:
             # They are older than the column: the pipeline's app was installed later.
             where = f"({where} OR t.{self.position} IS NULL)"
         yield from self.columns.read(self.database, where)
-
-    def _between(self, first: int, last: int) -> str:
-        # Worded like the index, which is on this expression.
-        name = f"(t.{self.position}::text::bigint)" if self.postgres else "t.id"
-        return f"{name} >= {first} AND {name} < {last}"
 
     def _insist_on_its_log(self, start: Mapping[str, Any]) -> None:
         """Raise EnvironmentFault if the stream has read another PostgreSQL cluster up
@@ -198,7 +186,7 @@ class LogStream(DataSourceStreamReader):
         with closing(connect_plain(self.spec)) as connection:
             rows = connection.value(
                 f"SELECT count(*) FROM {self.table.relation} t"
-                f" WHERE {self._between(position, following)}"
+                f" WHERE {Stretch(position, following).condition(self.place)}"
             )
             waiting = held(connection, rows)
         if not waiting.rows:
@@ -222,29 +210,27 @@ class LogStream(DataSourceStreamReader):
         """Raise EnvironmentFault if rows were restored from a dump. Their transaction
         ids belong to another cluster, and this cluster may take months to reach
         them."""
-        name = f"({self.position}::text::bigint)"
-        foreign = f"{name} >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
+        ahead = f"{self.place} >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
         with closing(connect_plain(self.spec)) as connection:
             rows = connection.value(
-                f"SELECT count(*) FROM {self.table.relation} WHERE {foreign}"
+                f"SELECT count(*) FROM {self.table.relation} t WHERE {ahead}"
             )
         if rows:
             raise EnvironmentFault(
                 f"{rows:,} rows of {self.table.name} carry ids of transactions that "
                 "this PostgreSQL cluster has not given yet: they come from another "
                 "one, by a dump. Say that they are old, and start again: UPDATE "
-                f"{self.table.relation} SET {self.position} = NULL WHERE {foreign};"
+                f"{self.table.relation} t SET {self.position} = NULL WHERE {ahead};"
             )
 
     def after(self, first: int, last: int, rows: int) -> int:
         """Return the end of a range that starts at `first` and has at most `rows` rows.
         A transaction is never split. So if the first transaction has more rows, the
         range has more rows, too."""
-        name = f"{self.position}::text::bigint" if self.postgres else "id"
         with closing(connect_plain(self.spec)) as connection:
             found = connection.rows(
-                f"SELECT {name} AS p FROM {self.table.relation} t"
-                f" WHERE {self._between(first, last)} ORDER BY 1 LIMIT %s",
+                f"SELECT {self.place} FROM {self.table.relation} t WHERE"
+                f" {Stretch(first, last).condition(self.place)} ORDER BY 1 LIMIT %s",
                 rows + 1,
             )
         if len(found) <= rows:
