@@ -70,7 +70,7 @@ def _page() -> Template:
             f"{instant.astimezone(dt.timezone.utc):%d %b %H:%M}" if instant else "?"
         ),
     }
-    environment.globals["scales"] = _scales
+    environment.globals["scale"] = _scale
     return environment.get_template("report.html")
 
 
@@ -83,36 +83,18 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.2f}"
 
 
-#: Width and height of a chart on a desktop and on a phone: each shows the one that
-#: fits.
-SIZES = {"desk": (920, 260), "phone": (400, 240)}
-#: The space between the edges of a chart and its lines.
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 14, 30
-
-
 @dataclass(frozen=True)
 class Scale:
-    """The instants, the axis and the size of a chart. It computes positions, in pixels
-    from the upper left corner. With `seconds`, the values are durations, and the axis
-    is logarithmic."""
+    """The instants and the axis of a chart. It computes positions, in pixels from the
+    upper left corner. With `seconds`, the values are durations, and the axis is
+    logarithmic."""
 
     instants: Sequence[dt.datetime]
     axis: Sequence[float]
     seconds: bool
-    width: int
-    height: int
-    left: int = _LEFT
-    top: int = _TOP
-
-    @property
-    def right(self) -> int:
-        """The right end of the lines."""
-        return self.width - _RIGHT
-
-    @property
-    def bottom(self) -> int:
-        """The lower end of the lines."""
-        return self.height - _BOTTOM
+    #: The size of a chart, and the edges of its lines. On a phone, labels are larger.
+    width, height = 920, 260
+    left, right, top, bottom = 84, 908, 14, 230
 
     @property
     def step(self) -> float:
@@ -157,18 +139,18 @@ class Scale:
         ]
 
 
-def _scales(
+def _scale(
     instants: Sequence[dt.datetime],
     lines: Sequence[Sequence[float | None]],
     seconds: bool,
-) -> dict[str, Scale]:
-    """Return the scale of a chart with these lines for each of SIZES. Returns {} if
-    there is nothing to show."""
+) -> Scale | None:
+    """Return the scale of a chart with these lines. Returns None if there is nothing to
+    show."""
     values = [v for line in lines for v in line if v is not None]
     if not instants or not any(values):
-        return {}
+        return None
     axis = _log_axis(values) if seconds else _axis(max(values))
-    return {name: Scale(instants, axis, seconds, *size) for name, size in SIZES.items()}
+    return Scale(instants, axis, seconds)
 
 
 def _axis(most: float) -> list[float]:
