@@ -143,11 +143,7 @@ def recorded(
     if request is not None:
         run.id = str(request)
     with alive(source, run.id):
-        lake = hidden(spec.lake.uri) if spec.lake else ""
-        if request is None:
-            _insert(source, run, lake)
-        else:
-            _take(source, run, lake)
+        _begin(source, run, hidden(spec.lake.uri) if spec.lake else "", request)
         try:
             if spec.lake is not None and job in _OF_THE_LAKE:
                 run.makes_lake = not is_mounted(spec, insist=job == "erase")
@@ -171,29 +167,27 @@ def recorded(
                     raise
 
 
-def _insert(source: SourceSpec, run: Run, lake: str) -> None:
+def _begin(source: SourceSpec, run: Run, lake: str, request: uuid.UUID | None) -> None:
+    """Store the beginning of a run. A requested run begins even if an earlier try has
+    failed or was killed."""
     with closing(connect_plain(source)) as connection:
         run.start(connection)
-        row = run.row("running") | {"service": source.service, "lake": lake}
-        row["id"] = uuid.UUID(run.id)
-        marks = ", ".join(["%s"] * len(row))
-        connection.execute(
-            f"INSERT INTO {_RUNS} ({', '.join(row)}) VALUES ({marks})",
-            *row.values(),
-        )
-
-
-def _take(source: SourceSpec, run: Run, lake: str) -> None:
-    """Begin a requested run, even if an earlier try has failed or was killed."""
-    with closing(connect_plain(source)) as connection:
-        run.start(connection)
+        if request is None:
+            row = run.row("running") | {"service": source.service, "lake": lake}
+            row["id"] = uuid.UUID(run.id)
+            marks = ", ".join(["%s"] * len(row))
+            connection.execute(
+                f"INSERT INTO {_RUNS} ({', '.join(row)}) VALUES ({marks})",
+                *row.values(),
+            )
+            return
         taken = connection.execute(
             f"UPDATE {_RUNS} SET state = 'running', lake = %s, started_at = %s,"
             " finished_at = NULL WHERE id = %s AND service = %s AND job = %s"
             " AND state <> 'clean'",
             lake,
             run.started_at,
-            uuid.UUID(run.id),
+            request,
             source.service,
             run.job,
         )

@@ -137,13 +137,10 @@ class Table:
         columns = t.StructType([one.spark for one in self.columns])
         return struct_of("service string not null", columns)
 
-    def live_struct(self) -> t.StructType:
-        """Return the schema that the jobs read from a database."""
-        return t.StructType([*self.struct().fields, *[one.spark for one in self.live]])
-
     def narrow(self, names: Collection[str]) -> t.StructType:
-        """Return the part of `live_struct()` with the columns that are in `names`."""
-        return t.StructType([f for f in self.live_struct().fields if f.name in names])
+        """Return the schema of those columns in `names` that a database has."""
+        there = [*self.struct().fields, *(one.spark for one in self.live)]
+        return t.StructType([f for f in there if f.name in names])
 
     def lake_struct(self) -> t.StructType:
         """Return the schema in the lake. All columns are nullable, because a file may
