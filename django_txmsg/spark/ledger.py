@@ -212,8 +212,7 @@ class Ledger:
         about BATCH_BYTES bytes. Returns None if there are no rows."""
         where = self._settled(cutoff, horizon)
         heavy = [one.sql for one in self.table.columns if one.kind == "bytes"]
-        length = "octet_length" if self.spec.vendor == "postgresql" else "length"
-        size = " + ".join(f"{length}({name})" for name in heavy) or "0"
+        size = " + ".join(f"length({name})" for name in heavy) or "0"
         first, last = self.connection.rows(
             "SELECT min(id), max(id) FROM (SELECT id, size, sum(size) OVER (ORDER BY"
             f" id) AS total FROM (SELECT t.id, {size} AS size FROM"
