@@ -456,14 +456,10 @@ def _late(by: Judgement) -> Column:
     """Return the time after which a message is late at its destination, in
     microseconds."""
     limits = [
-        sf.when(fits(sf.col("destination"), [pattern]), _micros(limit))
+        sf.when(fits(sf.col("destination"), [pattern]), sf.lit(limit // MICROSECOND))
         for pattern, limit in by.late_at
     ]
-    return sf.coalesce(*limits, _micros(by.late_after))
-
-
-def _micros(limit: dt.timedelta) -> Column:
-    return sf.lit(limit // MICROSECOND)
+    return sf.coalesce(*limits, sf.lit(by.late_after // MICROSECOND))
 
 
 def _ahead(by: Judgement) -> Column:
