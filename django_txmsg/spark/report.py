@@ -64,7 +64,6 @@ def _page() -> Template:
         "number": number,
         "duration": duration,
         "pieces": _pieces,
-        "plain": lambda verdict: verdict.replace("_", " "),
         "px": lambda pixels: f"{pixels:.1f}",
         "stamp": lambda instant: (
             f"{instant.astimezone(dt.timezone.utc):%d %b %H:%M}" if instant else "?"
