@@ -43,7 +43,8 @@ class Delivery:
     """One delivery of a message by a broker.
 
     `headers` are the raw headers as text. `handle` identifies the delivery when the
-    session acknowledges it. `problem` describes a fault of the headers, or is "".
+    session acknowledges it. `problem` describes a fault of the headers or the body, or
+    is "". `cut` means that `body` is only the beginning of a body that is too long.
     `id_stays` is true if a redelivery has the same `broker_message_id`.
     """
 
@@ -55,6 +56,7 @@ class Delivery:
     handle: Any = None
     problem: str = ""
     id_stays: bool = True
+    cut: bool = False
 
     @property
     def came_before(self) -> bool:

@@ -278,6 +278,7 @@ class StompSession(Session):
             broker_message_id=self._broker_id(message),
             handle=message,
             problem=message.problem or "",
+            cut=message.cut,
             id_stays=self._dialect.message_ids_stay
             or "amqp-message-id" in headers
             or not self._home,

@@ -25,6 +25,7 @@ from ..envelope.message_type import is_name
 from ..envelope.serializers import is_json
 from ..errors import DecodeError
 from ..models.inbox_arrival import Parked
+from ..rules.dead_letters import BODY_TOO_LONG
 from ..stages import Stage
 
 #: Largest accepted header block, in characters, and most headers.
@@ -73,10 +74,12 @@ def recognised(delivery: Delivery) -> Delivery:
 
 
 def checked(delivery: Delivery, stage: Stage) -> None:
-    """Raise DecodeError if the message's id or its headers cannot be stored."""
+    """Raise DecodeError if the message's id, its headers or its body cannot be
+    stored."""
     headers = delivery.headers
     if delivery.problem:
-        raise DecodeError("malformed_headers", delivery.problem)
+        reason = BODY_TOO_LONG if delivery.cut else "malformed_headers"
+        raise DecodeError(reason, delivery.problem)
     size = sum(len(name) + len(value) for name, value in headers.items())
     if len(headers) > MAX_HEADERS or size > MAX_HEADER_BLOCK:
         raise DecodeError(

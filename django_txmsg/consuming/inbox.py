@@ -32,6 +32,7 @@ from ..errors import (
 from ..models import OutboxMessage
 from ..models.inbox_arrival import InboxRecord
 from ..models.outbox import PENDING
+from ..rules.dead_letters import BODY_TOO_LONG
 from ..runtime import database_health
 from ..runtime.leases import Lease
 from ..stages import Stage
@@ -49,8 +50,11 @@ MAX_CROWDED = 10
 #: seconds.
 GIVEN_BACK_WITHIN = 1.0
 #: Faults of messages that cannot wait for newer code, because their id cannot be
-#: trusted or their headers cannot be stored.
-NAMELESS = ("malformed_headers", "headers_too_large", "malformed_id", "missing_id")
+#: trusted, or their headers or body cannot be stored.
+NAMELESS = (
+    *("malformed_headers", "headers_too_large", "malformed_id", "missing_id"),
+    BODY_TOO_LONG,
+)
 
 
 def process(arrival: Arrival) -> Outcome:

@@ -28,6 +28,7 @@ from ..errors import (
 from ..models import DeadLetter, InboxMessage
 from ..models.fields import limit_waits
 from ..models.inbox_order import PATIENCE
+from ..rules.dead_letters import BODY_TOO_LONG
 from ..runtime import database_health, liveness
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
@@ -134,16 +135,17 @@ class IntakeThread:
         broker = get_broker(self._broker)
         reason, named = broker.dead_letter_cause(delivery.headers)
         origin = _sendable(named) or self._destination
+        code, why = "broker", reason or f"found in {self._destination}"
+        if delivery.cut:
+            code, why = BODY_TOO_LONG, delivery.problem
         return _only_stage(named, self._broker), {
             "message_id": decoding.identity(delivery, self._broker),
             "broker": self._broker,
             "destination": origin,
             "headers": decoding.kept_headers(delivery),
             "body": delivery.body,
-            "reason": "broker",
-            "failure": Failure.because(
-                "broker", reason or f"found in {self._destination}"
-            ),
+            "reason": code,
+            "failure": Failure.because(code, why),
         }
 
 

@@ -33,7 +33,7 @@ from ..models.outbox_store import NewMessage
 from ..models.run import WaitsFor
 from ..models.turn import Turn
 from ..models.worker import living
-from ..rules.dead_letters import GONE_ON
+from ..rules.dead_letters import BODY_TOO_LONG, GONE_ON
 from ..sending import answering, storing, undoing
 from ..stages import all_stages, consumers
 from . import burial, resuming
@@ -53,7 +53,7 @@ def redeliver(
 ) -> None:
     """Redeliver open dead letters that the caller's transaction has locked.
     `operation` is the bulk operation that does this. With its `force`, messages that a
-    stage has processed are redelivered too.
+    stage has processed are redelivered too, and those whose body was cut.
 
     A stage's dead letter is parked in the stage's inbox again, and is due immediately.
     So only that stage gets the message, and no broker is needed. But if the stage does
@@ -75,6 +75,10 @@ def redeliver(
             tally.skipped[letter.pk] = (
                 f"stage {stage!r} has processed message {letter.message_id} in the "
                 f"meantime"
+            )
+        elif letter.reason == BODY_TOO_LONG and not force:
+            tally.skipped[letter.pk] = (
+                "only the beginning of its body was kept; force sends that"
             )
         elif stage in here:
             parked.append(letter)

@@ -36,13 +36,14 @@ class ProtocolError(Exception):
 
 
 class Frame(NamedTuple):
-    """One frame from the broker. ``problem`` describes the fault of its headers, if
-    any."""
+    """One frame from the broker. ``problem`` describes the fault of its headers or the
+    length of its body, if any. ``cut`` means that ``body`` is only a beginning."""
 
     command: str
     headers: dict[str, str]
     body: bytes = b""
     problem: str | None = None
+    cut: bool = False
 
 
 class Receipt(bytes):
@@ -250,7 +251,7 @@ class FrameParser:
         if size > self._max_body:
             much = "without end" if expected is None else f"of {expected} bytes"
             problem = problem or f"a body {much} is more than is accepted"
-            frame = Frame(command, headers, b"", problem)
+            frame = Frame(command, headers, b"", problem, cut=True)
             self._too_long = _TooLong(frame, expected)
             return begin, None
         if end < 0:

@@ -62,7 +62,8 @@ class Message:
 
     __slots__ = (
         "_body", "_headers", "_in_flight", "_provided",
-        "ack_id", "problem", "raw_body", "raw_headers", "redelivered", "subscription",
+        "ack_id", "cut", "problem", "raw_body", "raw_headers", "redelivered",
+        "subscription",
     )  # fmt: skip
 
     def __init__(
@@ -81,8 +82,10 @@ class Message:
         #: The frame as it arrived; empty unless received.
         self.raw_headers: dict[str, str] = {}
         self.raw_body = b""
-        #: The fault of a received frame's headers; ``None`` if there is none.
+        #: The fault of a received frame; ``None`` if there is none.
         self.problem: str | None = None
+        #: Whether only the beginning of a body that is too long was kept.
+        self.cut = False
 
     @classmethod
     def received(
@@ -97,7 +100,7 @@ class Message:
         message.redelivered = headers.get("redelivered") == "true"
         message.raw_headers = message._headers = headers
         message.raw_body = frame.body
-        message.problem = frame.problem
+        message.problem, message.cut = frame.problem, frame.cut
         priority = headers.get("priority", "4")
         message._provided = Provided(
             message_id=headers.get(ID_HEADER) or headers.get("message-id"),

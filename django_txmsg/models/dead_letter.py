@@ -209,7 +209,7 @@ class DeadLetterManager(SqlManager):
 
 class DeadLetter(models.Model):
     """A buried message with its original headers and bytes, and the error that led to
-    its burial.
+    its burial. With the reason `body_too_long`, only the beginning of the bytes.
 
     `stage` is empty if the relay could not send the message. It is also empty if the
     broker itself has dead-lettered the message, unless no stage but this one can have

@@ -9,6 +9,9 @@ from typing import Any
 
 from . import Rule
 
+#: The reason of a message of which only the beginning of the body was kept.
+BODY_TOO_LONG = "body_too_long"
+
 #: An operator must still resolve it.
 OPEN = Rule("{resolution} = 'open'")
 

@@ -3,6 +3,7 @@ unchanged. They become dead letters, and later messages are processed."""
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from typing import Any
 
@@ -10,9 +11,11 @@ import amqp
 import pytest
 
 from django_txmsg import jms
+from django_txmsg.jms.frames import FrameParser
 from django_txmsg.models import DeadLetter, InboxMessage
 from tests.faults import wait_until
-from tests.running import committing, declared, put, running, txmsg
+from tests.integration.test_intake import redelivered, taking_in
+from tests.running import committing, declared, put, running, ship, txmsg
 from tests.services import RabbitMQ
 from tests.services.stomp_server import LIMITED_USER, PASSWORD, USER
 
@@ -81,6 +84,36 @@ def test_a_header_stomp_cannot_carry_buries_its_message_and_no_other(
     with jms.ConnectionFactory(rabbitmq.url()).create_connection() as connection:
         consumer = connection.create_session().create_consumer(destination)
         assert consumer.receive(0.5) is None, "nothing is left on the queue"
+
+
+@pytest.mark.parametrize("place", ["stage", "dead-letter queue"])
+def test_body_that_is_cut_reaches_the_handler_only_by_force(
+    rabbitmq: RabbitMQ, destination: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FrameParser.__init__, "__defaults__", (100_000,))
+    sizes: list[int] = []
+    sent = jms.Message(b"b" * 200_000, {"txmsg-id": str(uuid.uuid4())})
+    with jms.ConnectionFactory(rabbitmq.url()).create_connection() as connection:
+        connection.create_session().create_producer(destination).send(sent)
+    with (
+        txmsg(BROKERS={"default": {"URL": rabbitmq.url()}}),
+        declared(lambda message: sizes.append(len(message.body)), destination) as stage,
+    ):
+        if place == "stage":
+            with running(stage):
+                wait_until(DeadLetter.objects.exists, deadline=60)
+        else:
+            with taking_in(rabbitmq.url(), destination):
+                pass
+        letter = DeadLetter.objects.get()
+        assert (letter.reason, len(letter.body)) == ("body_too_long", 1 << 16)
+        assert "200000 bytes" in letter.exception
+
+        assert (redelivered(force=False).done, sizes) == (0, [])
+        assert redelivered(force=True).done == 1
+        ship()
+        with running(stage):
+            wait_until(lambda: sizes == [1 << 16], deadline=60)
 
 
 def test_a_volatile_message_goes_to_a_durable_queue_and_outlives_its_sender(

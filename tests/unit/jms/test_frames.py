@@ -186,6 +186,7 @@ def test_a_body_too_long_to_keep_goes_by_and_the_stream_goes_on(
     assert "more than is accepted" in str(long.problem)
     assert body.startswith(long.body)
     assert len(long.body) == 1 << 16
+    assert long.cut
     assert after == Receipt(b"1-1")
 
 
