@@ -37,10 +37,8 @@ class Batches(
         """Answer with the counts of the batch's messages: how many were answered, were
         given up, or have no answer."""
         batches = Batch.objects.using(self._declaration.using)
-        ended = batches.get(run__run_id=self._run_id).progress
-        return BatchEnded(
-            str(self._run_id), ended.total, ended.answered, ended.failed, ended.left
-        )
+        batch = batches.get(run__run_id=self._run_id)
+        return BatchEnded(str(self._run_id), *batch.progress)
 
 
 # No message is sent to its start, which would cost each process a thread and a

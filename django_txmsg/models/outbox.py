@@ -58,19 +58,14 @@ class PendingManager(SqlManager):
         return self._change(messages, assign, [note], also="linked_at IS NULL")
 
     def make_due(
-        self,
-        message_id: uuid.UUID,
-        *,
-        delay: float | None = None,
-        at: dt.datetime | None = None,
+        self, message_id: uuid.UUID, due: dt.datetime | dt.timedelta
     ) -> Changed:
-        """Make rows due at the time `at`, or in `delay` seconds."""
-        connection: Any = connections[self.db]
-        if at is not None:
-            value = connection.ops.adapt_datetimefield_value(at)
-            return self._change([message_id], "due_at = %s", [value])
-        later = f"due_at = {self._sql.later()}"
-        return self._change([message_id], later, [delay or 0.0])
+        """Make rows due at a time, or after a duration from now."""
+        if isinstance(due, dt.timedelta):
+            later = f"due_at = {self._sql.later()}"
+            return self._change([message_id], later, [due.total_seconds()])
+        value = connections[self.db].ops.adapt_datetimefield_value(due)
+        return self._change([message_id], "due_at = %s", [value])
 
     def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
         """Clear the unique key of each row that has one of these `keys` and no longer

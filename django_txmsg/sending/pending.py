@@ -92,13 +92,13 @@ def reschedule_message(
         raise InvalidMessage(f"at must be an aware datetime, not {at!r}.")
     if at is not None and abs(at - timezone.now()).total_seconds() > MAX_SECONDS:
         raise InvalidMessage(f"at is more than a hundred years away: {at!r}.")
-    duration = check_duration("delay", delay)
+    due = at or check_duration("delay", delay)
+    assert due is not None
     alias = _alias(message_id, using)
-    seconds = None if duration is None else duration.total_seconds()
     rows = OutboxMessage.objects.db_manager(alias)
     with transaction.atomic(using=alias, savepoint=False):
-        changed = rows.make_due(message_id, delay=seconds, at=at)
-        if seconds == 0.0:
+        changed = rows.make_due(message_id, due)
+        if due == dt.timedelta(0):
             for pk, broker in changed:
                 after_commit(alias, broker, due=[pk])
     return bool(changed)
