@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -95,11 +96,10 @@ class Dispatcher:
             while self._waiting and len(batch) < limit:
                 batch += self._waiting.popleft()
         if not batch and not self._again:
-            self._tidy(idle=True)
+            self._guarded(self._idle)
         for tries, some in [(0, batch), *self._due_again()]:
-            if some and not self._breaker.remaining and self._retry.ready:
-                self._dispatch(some, tries)
-                self._tidy(idle=False)
+            if some:
+                self._guarded(partial(self._dispatch, some, tries))
         ended = time.monotonic()
         with self._thread.changed:
             self._rested = ended + min(LONGEST_REST, REST * (ended - began))
@@ -110,19 +110,25 @@ class Dispatcher:
             if over:
                 self._thread.remove(self)
         if over:
-            self._lane.close()
+            self._guarded(self._lane.close)
 
-    def _tidy(self, *, idle: bool) -> None:
-        """Return connections as CONN_MAX_AGE permits. Like `_dispatch()`, this raises
-        nothing that a pool or a log raises."""
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Call `work`. The rows are safe in the outbox, and this thread must go on,
+        whatever a broker, a pool or a log of the project's own raises."""
         try:
-            recycle(idle=idle)
-            if idle:
-                # The relay has its messages, and works or has its own outage.
-                self._breaker.worked(opened=self._lane.opened)
+            work()
         except BaseException:
+            for close in (self._lane.close, connections[self.using].close):
+                with suppress(Exception):
+                    close()
             with suppress(Exception):
-                log.exception("the dispatcher failed between two commits; it goes on")
+                log.exception("dispatch after commit failed; the relay will do it")
+
+    def _idle(self) -> None:
+        """Return connections as CONN_MAX_AGE permits."""
+        recycle(idle=True)
+        # The relay has its messages, and works or has its own outage.
+        self._breaker.worked(opened=self._lane.opened)
 
     def _due_again(self) -> list[tuple[int, list[int]]]:
         """Remove and return the rows to try again now. Each item has the number of
@@ -134,25 +140,20 @@ class Dispatcher:
         return due
 
     def _dispatch(self, ids: list[int], tries: int) -> None:
+        if self._breaker.remaining or not self._retry.ready:
+            return
         try:
             # A restart of the server ends the connection, and only its next use reveals
             # that: then try once more. Rows already claimed keep their lease.
             self._retry.run(lambda: self._dispatch_all(ids, tries))
         except BrokerUnavailable as error:
             self._lane.close()
-            with suppress(Exception):  # see below
-                if isinstance(error.__cause__, RuntimeError):
-                    # From Python 3.12 on, an exiting process can start no threads.
-                    log.info("%d rows are left to the relay: %s", len(ids), error)
-                else:
-                    self._breaker.failed(error)
-        except BaseException:
-            # The rows are safe in the outbox; this thread must go on, whatever a broker
-            # or a log of the project's own raises.
-            self._lane.close()
-            connections[self.using].close()
-            with suppress(Exception):
-                log.exception("dispatch after commit failed; the relay will do it")
+            if isinstance(error.__cause__, RuntimeError):
+                # From Python 3.12 on, an exiting process can start no threads.
+                log.info("%d rows are left to the relay: %s", len(ids), error)
+            else:
+                self._breaker.failed(error)
+        recycle(idle=False)
 
     def _dispatch_all(self, ids: list[int], tries: int) -> None:
         lane, left, answered = self._lane, len(ids), False

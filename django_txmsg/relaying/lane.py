@@ -340,9 +340,9 @@ class Lane:
 
     def close(self) -> None:
         """Close the session with the broker."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     def _open(self) -> Session:
         if self._session is None:

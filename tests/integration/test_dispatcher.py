@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from django.db import connection, connections, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.db.models import DurationField, ExpressionWrapper, F
 from django.db.models.functions import Now
 
 from django_txmsg import signals
 from django_txmsg.brokers.amqp import session
-from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.brokers.database import DatabaseBroker, DatabaseSession
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher
 from django_txmsg.relaying.lane import AFTER_COMMIT_LEASE
-from django_txmsg.runtime import breaker, leases
+from django_txmsg.runtime import breaker, database_health, leases
 from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.testing.profiles import RABBITMQ
@@ -433,6 +433,68 @@ def test_a_log_that_raises_between_commits_does_not_end_the_thread(
             logger.removeHandler(handler)
         send()
         wait_until(lambda: not pending())
+
+
+def test_a_log_that_raises_at_the_end_of_an_outage_of_the_database_ends_no_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "django_txmsg.breaker")
+    tried = threading.Event()
+
+    class Refuses(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            tried.set()
+            raise OSError("the disk is full")
+
+    handler = Refuses()
+    logger = logging.getLogger("django_txmsg.breaker")
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        send()
+        wait_until(lambda: not pending())
+        outage = database_health.breaker("default")
+        outage.failed(OperationalError("no route to host"))
+        wait_until(lambda: not outage.remaining)
+        logger.addHandler(handler)
+        try:
+            send()
+            assert tried.wait(30)  # says that the database works again
+        finally:
+            logger.removeHandler(handler)
+        send()
+        wait_until(lambda: pending() <= 1)
+
+
+class Broken(DatabaseBroker):
+    """A broker of the project's own. Its first session neither sends nor closes."""
+
+    sessions = 0
+
+    def open(self, *arguments: Any, **options: Any) -> Any:
+        Broken.sessions += 1
+        if Broken.sessions == 1:
+            return Refusing("default", 30.0, 0.1)
+        return super().open(*arguments, **options)
+
+
+class Refusing(DatabaseSession):
+    def send(self, *_: Any, **__: Any) -> Any:
+        raise SystemExit
+
+    def close(self) -> None:
+        raise OSError("the socket is closed already")
+
+
+def test_a_session_that_cannot_be_closed_is_replaced(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Broken, "sessions", 0)
+    backend = f"{Broken.__module__}.{Broken.__qualname__}"
+    broker = {"URL": "database://", "BACKEND": backend}
+    with txmsg(DISPATCH_ON_COMMIT="thread", BROKERS={"default": broker}):
+        send()
+        wait_until(lambda: "the relay will do it" in caplog.text)
+        send()
+        wait_until(lambda: pending() == 1)
 
 
 def test_rows_that_another_process_holds_do_not_end_an_outage() -> None:
