@@ -173,12 +173,12 @@ def connect(
     """Connect to a host, and start TLS if the options have a TLS context. Raises
     OSError.
 
-    The IP addresses of the host share the time to connect, so that a silent address
+    The IP addresses of the host share the time that is left, so that a silent address
     leaves time for the next address. `give_up` is the monotonic time at which the login
     must end.
     """
     found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    raw = socket.create_connection(address, options.connect_timeout / len(found))
+    raw = _first_connection(found, give_up)
     try:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -189,6 +189,27 @@ def connect(
     except BaseException:
         raw.close()
         raise
+
+
+def _first_connection(found: list[Any], give_up: float) -> socket.socket:
+    """Connect to the first of these addresses that accepts. Raises OSError."""
+    failed = OSError("the host has no address")
+    for place, (family, kind, protocol, _, at) in enumerate(found):
+        left = max(0.01, give_up - time.monotonic())
+        try:
+            raw = socket.socket(family, kind, protocol)
+        except OSError as error:  # the system has no IPv6, say
+            failed = error
+            continue
+        try:
+            raw.settimeout(left / (len(found) - place))
+            raw.connect(at)
+        except OSError as error:
+            raw.close()
+            failed = error
+        else:
+            return raw
+    raise failed
 
 
 Options = TypeVar("Options", bound=ConnectionOptions)

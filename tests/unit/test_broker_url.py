@@ -160,28 +160,57 @@ def test_a_process_hides_them_from_its_start(
     assert "TopSecret1" not in text
 
 
+def silent_address(stack: ExitStack) -> tuple[str, int]:
+    """Return an address that accepts no connection, because its backlog is full."""
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+    for _ in range(4):  # in the queue of connections, which then is full
+        waiting = stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        waiting.connect_ex(silent.getsockname())
+    address: tuple[str, int] = silent.getsockname()
+    return address
+
+
+def connected(
+    addresses: list[tuple[str, int]], patch: pytest.MonkeyPatch, seconds: float
+) -> socket.socket:
+    """Connect to a host with these addresses."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", one) for one in addresses]
+    patch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    options = ConnectionOptions(connect_timeout=seconds)
+    return connect(("many", 1), options, time.monotonic() + seconds)
+
+
 def test_a_silent_address_leaves_time_for_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first address of the host accepts no connection, because its backlog is full.
-    The second address accepts one."""
     with ExitStack() as stack:
-        silent, second = (
-            stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=size))
-            for size in (0, 1)
-        )
-        for _ in range(4):  # in the queue of connections, which then is full
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(silent.getsockname())
-        found = [
-            (socket.AF_INET, socket.SOCK_STREAM, 6, "", one.getsockname())
-            for one in (silent, second)
-        ]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        options = ConnectionOptions(connect_timeout=2.0)
+        silent = silent_address(stack)
+        second = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
-        made = connect(("many", 1), options, time.monotonic() + 2.0)
+        made = connected([silent, second.getsockname()], monkeypatch, 2.0)
         stack.enter_context(made)
 
         assert made.getpeername() == second.getsockname()
+
+
+def test_time_that_refusing_addresses_leave_is_left_to_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ExitStack() as stack:
+        refusing = stack.enter_context(socket.socket())
+        refusing.bind(("127.0.0.1", 0))  # it does not listen
+        addresses = [*7 * [refusing.getsockname()], silent_address(stack)]
+        began = time.monotonic()
+
+        with pytest.raises(TimeoutError):
+            connected(addresses, monkeypatch, 1.0)
+
+        assert time.monotonic() - began > 0.9
+
+
+def test_a_host_without_an_address_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(OSError, match="no address"):
+        connected([], monkeypatch, 1.0)
