@@ -15,8 +15,19 @@ BODY_TOO_LONG = "body_too_long"
 #: An operator must still resolve it.
 OPEN = Rule("{resolution} = 'open'")
 
+#: It was replaced by a copy that has not ended, or whose dead letter is still needed.
+#: A stage that is `ordered="block"` finds the copy by this dead letter.
+_NEEDED_FOR_COPY = Rule(
+    "{resolution} = 'replaced' AND (EXISTS (SELECT 1 FROM django_txmsg_inboxmessage c"
+    " WHERE c.message_id = {replaced_by} AND c.stage = {stage}"
+    " AND c.processed_at IS NULL AND c.dead_at IS NULL)"
+    " OR EXISTS (SELECT 1 FROM django_txmsg_deadletter d"
+    " WHERE d.message_id = {replaced_by} AND d.stage = {stage}"
+    " AND d.resolution IN ('open', 'replaced')))"
+)
+
 #: The dead letter may be deleted or archived.
-SETTLED = ~OPEN & Rule("{resolved_at} < {cutoff}")
+SETTLED = ~OPEN & Rule("{resolved_at} < {cutoff}") & ~_NEEDED_FOR_COPY
 
 
 def is_open(stage: str) -> Rule:

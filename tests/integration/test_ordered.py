@@ -300,6 +300,34 @@ def test_a_copy_of_a_dead_message_releases_its_followers() -> None:
     assert effects() == ["good", "1", "1"]
 
 
+def test_message_waits_for_a_dead_copy_after_the_original_letter_is_old() -> None:
+    retention = {"DEAD_LETTERS": 1, "INBOX": 14}
+    with declared(refusing("bad"), ordered="block") as stage:
+        send_chain(stage.destination, ["bad", 1])
+        zero, one = taken(stage.destination)
+        deliver(stage.destination, zero)
+        step(stage, times=3)
+        resolution.redeliver_copy(DeadLetter.objects.get(), headers={}, body=b'"bad"')
+        step(stage, times=3)
+        replaced = DeadLetter.objects.filter(resolution="replaced")
+        assert replaced.update(resolved_at=Now() - timedelta(days=2)) == 1
+        with txmsg(RETENTION=retention):
+            call_command("prune_messages", stdout=io.StringIO())
+        deliver(stage.destination, one)
+        step(stage, times=2)
+        assert effects() == []
+
+        again = DeadLetter.objects.get(resolution="open")
+        resolution.redeliver_copy(again, headers={}, body=b'"good"')
+        settle(stage, 2)
+        assert effects() == ["good", "1"]
+        replaced.update(resolved_at=Now() - timedelta(days=2))
+        with txmsg(RETENTION=retention):
+            call_command("prune_messages", stdout=io.StringIO())
+            call_command("prune_messages", stdout=io.StringIO())
+        assert not DeadLetter.objects.exists()
+
+
 def test_dead_message_with_skip_blocks_none_and_runs_late() -> None:
     bad: list[object] = [1]
 
