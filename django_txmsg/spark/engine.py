@@ -7,7 +7,7 @@ with Spark Connect, too.
 
 from __future__ import annotations
 
-import pickle
+import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,6 @@ from pyspark.sql.functions import spark_partition_id
 from .errors import EnvironmentFault
 
 Work = TypeVar("Work")
-Result = TypeVar("Result")
 
 
 def installed() -> tuple[int, ...]:
@@ -87,36 +86,36 @@ def spread(
 
 def gather(
     spark: SparkSession,
-    do: Callable[[Iterator[Work]], Iterable[Result]],
+    do: Callable[[Iterator[Work]], Iterable[Any]],
     work: Sequence[Work],
     parts: int = 0,
-) -> list[Result]:
-    """Return the objects that `do` returns for `work`, in any order. The tasks are
+) -> list[Any]:
+    """Return the JSON values that `do` yields for `work`, in any order. The tasks are
     those of `spread()`."""
-    return _unpacked(spread(spark, partial(_packed, do), work, _PACKED, parts))
+    return _loaded(spread(spark, partial(_dumped, do), work, _JSON, parts))
 
 
 def gather_from(
-    rows: DataFrame, do: Callable[[Iterator[pa.RecordBatch]], Iterable[Result]]
-) -> list[Result]:
-    """Return the objects that `do` returns for the rows of a DataFrame, in any order.
-    Executors call `do` once for each task."""
-    return _unpacked(rows.mapInArrow(partial(_packed, do), _PACKED))
+    rows: DataFrame, do: Callable[[Iterator[pa.RecordBatch]], Iterable[Any]]
+) -> list[Any]:
+    """Return the JSON values that `do` yields for the rows of a DataFrame, in any
+    order. Executors call `do` once for each task."""
+    return _loaded(rows.mapInArrow(partial(_dumped, do), _JSON))
 
 
-_PACKED = t.StructType([t.StructField("object", t.BinaryType())])
+# No pickle: a server of Spark Connect could run its code in the driver.
+_JSON = t.StructType([t.StructField("json", t.StringType())])
 
 
-def _packed(
+def _dumped(
     do: Callable[[Iterator[Any]], Iterable[Any]], given: Iterator[Any]
 ) -> Iterator[pa.RecordBatch]:
-    found = [pickle.dumps(one) for one in do(given)]
-    yield pa.RecordBatch.from_pydict({"object": pa.array(found, pa.binary())})
+    found = [json.dumps(one) for one in do(given)]
+    yield pa.RecordBatch.from_pydict({"json": pa.array(found, pa.string())})
 
 
-def _unpacked(rows: DataFrame) -> list[Any]:
-    # Our own tasks have written it.
-    return [pickle.loads(row.object) for row in rows.collect()]  # noqa: S301
+def _loaded(rows: DataFrame) -> list[Any]:
+    return [json.loads(row.json) for row in rows.collect()]
 
 
 def attempt_key() -> str:

@@ -12,7 +12,7 @@ import datetime as dt
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -57,6 +57,16 @@ class LakeFile:
     """When it was written, for its log entry."""
     batches: tuple[int, int] | None = None
     """The lowest and highest archive batch of its rows, if the log has them."""
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> LakeFile:
+        """Return the file that a task has described by `facts()`."""
+        day, batches = dt.date.fromisoformat(facts["day"]), facts["batches"]
+        return cls(**facts | {"day": day, "batches": batches and tuple(batches)})
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields as JSON values, for a task to describe a file."""
+        return asdict(self) | {"day": self.day.isoformat()}
 
     def reaches(self, after: int, until: int = 2**62) -> bool:
         """Return whether the file may have rows of the batches after `after`, up to and

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -63,9 +62,13 @@ class Results:
         self, name: str, struct: t.StructType, frame: DataFrame
     ) -> list[LakeFile]:
         """Write a DataFrame into files. No log entry names them yet."""
-        task = partial(self.written, name, arrow_schema(struct))
+        schema, rows = arrow_schema(struct), frame.select(*struct.fieldNames())
+
+        def task(batches: Iterator[pa.RecordBatch]) -> list[dict[str, Any]]:
+            return [one.facts() for one in self.written(name, schema, batches)]
+
         with self._table(name, struct).discarding(self.service, [self.run_id]):
-            return gather_from(frame.select(*struct.fieldNames()), task)
+            return [LakeFile.of(one) for one in gather_from(rows, task)]
 
     def save_rows(
         self, name: str, struct: t.StructType, rows: Sequence[dict[str, Any]]

@@ -252,12 +252,16 @@ class Archiver:
         parts = min(len(batches), self._writers())
         self.unnamed += [one.token for one in batches]
         if self.spark is None:
-            written = run_here(task, batches, parts)
+            found = run_here(task, batches, parts)
         else:
-            written = gather(self.spark, task, batches, parts)
+            found = gather(self.spark, task, batches, parts)
         self.result.spent("write", started)
-        there = [one for one in written if one.files]
-        return sorted(there, key=lambda one: one.batch.number)
+        by_number = {one["batch"]: one for one in found if one["files"]}
+        return [
+            Written.of(one, by_number[one.number])
+            for one in batches
+            if one.number in by_number
+        ]
 
     def _write_ahead(self, batches: Sequence[Batch]) -> list[Written]:
         written = self._write(batches)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -30,6 +31,13 @@ class Written:
     rows: int
     checksum: int
 
+    @classmethod
+    def of(cls, batch: Batch, facts: dict[str, Any]) -> Written:
+        """Return the batch that a task has written. `facts` is what the task has
+        yielded for it."""
+        files = [LakeFile.of(one) for one in facts["files"]]
+        return cls(batch, files, facts["rows"], facts["checksum"])
+
 
 @dataclass
 class BatchTask:
@@ -42,13 +50,15 @@ class BatchTask:
     service: str
     prove: bool = True
 
-    def __call__(self, batches: Iterable[Batch]) -> Iterator[Written]:
-        """Archive batches through one connection."""
+    def __call__(self, batches: Iterable[Batch]) -> Iterator[dict[str, Any]]:
+        """Archive batches through one connection. Yields the facts of each batch as
+        JSON values: its number, its files, the number of its rows and their
+        checksum."""
         with self.database.connected() as read:
             for batch in batches:
                 yield self._one(read, batch)
 
-    def _one(self, read: Read, batch: Batch) -> Written:
+    def _one(self, read: Read, batch: Batch) -> dict[str, Any]:
         columns = kept_columns(self.table, self.lake)
         place = place_of(self.lake)
         name = f"{batch.token}-{attempt_key()}"
@@ -56,13 +66,20 @@ class BatchTask:
         for rows in read(self.table, columns, batch.where):
             days.write(_with_outcome(rows, self.table, batch.number))
         own = (batch.number, batch.number)
-        written = [replace(one, batches=own) for one in days.close()]
+        files = [replace(one, batches=own).facts() for one in days.close()]
         checksum = days.prove(self.table) if self.prove else 0
-        return Written(batch, written, days.rows, checksum)
+        return {
+            "batch": batch.number,
+            "files": files,
+            "rows": days.rows,
+            "checksum": checksum,
+        }
 
 
-def run_here(task: BatchTask, batches: Sequence[Batch], threads: int) -> list[Written]:
-    """Archive batches in this process, without Spark."""
+def run_here(
+    task: BatchTask, batches: Sequence[Batch], threads: int
+) -> list[dict[str, Any]]:
+    """Archive batches in this process, without Spark. Returns what the task yields."""
     shares = [batches[first::threads] for first in range(threads)]
     with ThreadPoolExecutor(max_workers=threads) as pool:
         done = pool.map(lambda share: list(task(share)), shares)

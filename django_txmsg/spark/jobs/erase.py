@@ -290,7 +290,9 @@ def _from_lake(
         token = str(uuid.uuid4())
         task = partial(_rewrite, lake.spec, name, ids, dry_run, token)
         with place.discarding(service, [token]):
-            fresh = dict(gather(spark, task, named))
+            by_path = {one.path: one for one in named}
+            for path, facts in gather(spark, task, named):
+                fresh[by_path[path]] = LakeFile.of(facts)
     erased = sum(old.rows - new.rows for old, new in fresh.items())
     if fresh and not dry_run:
         place.commit(
@@ -318,10 +320,10 @@ def _rewrite(
     dry_run: bool,
     token: str,
     files: Iterator[LakeFile],
-) -> Iterator[tuple[LakeFile, LakeFile]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Search files for the messages, and rewrite the files that contain any. Yield
-    these files, each with the new file, whose name begins with `token`. Executors run
-    this function."""
+    the paths of these files, each with the facts of the new file, whose name begins
+    with `token`. Executors run this function."""
     place = LakeTable(place_of(lake), name, t.StructType([]))
     names = _IDS.get(name, _ID)
     wanted = pa.array(ids, pa.string())
@@ -340,7 +342,7 @@ def _rewrite(
             # Another attempt of this task may have written the same rows.
             unique = f"{token}-{uuid.uuid4()}"
             fresh = next(iter(rewritten(place, [file], unique, kept)), fresh)
-        yield file, fresh
+        yield file.path, fresh.facts()
 
 
 def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:

@@ -239,7 +239,7 @@ def _store(
         return
     staging = Staging(source.resolved(), name, new=new)
     try:
-        tasks = gather_from(rows, partial(_stage, staging))
+        tasks = [Brought(**one) for one in gather_from(rows, partial(_stage, staging))]
         stored = staging.merge(tasks, rate=given.rate)
     except BaseException:
         with suppress(Exception):  # The first error is the one to report.
@@ -310,9 +310,10 @@ def _show(rows: DataFrame, name: str, run: Run, would: str) -> None:
     run.lines += [f"  {one}" for one in sample]
 
 
-def _stage(staging: Staging, batches: Iterator[pa.RecordBatch]) -> list[Brought]:
+def _stage(staging: Staging, batches: Iterator[pa.RecordBatch]) -> list[dict[str, Any]]:
     """Write the rows of a task to the staging table. Executors run this function."""
-    return [staging.stage(attempt_key(), map(_insist_on_bodies, batches))]
+    staged = staging.stage(attempt_key(), map(_insist_on_bodies, batches))
+    return [dataclasses.asdict(staged)]
 
 
 def _insist_on_bodies(batch: pa.RecordBatch) -> pa.RecordBatch:

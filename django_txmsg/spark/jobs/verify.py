@@ -37,8 +37,9 @@ SHOWN = 20
 #: The columns that identify a row, as far as a table has them. A topic's message may
 #: have the same id in two databases of a service.
 _KEYS = ("service", "id", "message_id", "stage")
-#: The number of rows of each batch in a file, and the sum of their checksums.
-_Sums = dict[int, tuple[int, int]]
+#: Each batch in a file: its number, the number of its rows and the sum of their
+#: checksums.
+_Sums = list[tuple[int, int, int]]
 
 
 @dataclass
@@ -70,9 +71,9 @@ def read_back(
     rows, sums = Counter[int](), Counter[int]()
     broken: dict[str, str] = {}
     for path, problem, found in gather(spark, partial(_verified, lake, table), named):
-        if problem:
+        if problem is not None:
             broken[path] = f"{path}: {problem}"
-        for batch, (count, total) in found.items():
+        for batch, count, total in found:
             rows[batch] += count
             sums[batch] += total
     done.rows += rows.total()
@@ -152,14 +153,14 @@ def _look_for_doubles(
 
 def _verified(
     lake: LakeSpec, table: Table, files: Iterator[LakeFile]
-) -> Iterator[tuple[str, str, _Sums]]:
+) -> Iterator[tuple[str, str | None, _Sums]]:
     """Read files. Yield the path of each, and its problem or the sums of its batches.
     Executors run this function."""
     for file in files:
         try:
-            yield file.path, "", _sums(lake, table, file)
+            yield file.path, None, _sums(lake, table, file)
         except (SpoiltFile, pa.ArrowException, KeyError, ValueError) as error:
-            yield file.path, str(error).partition("\n")[0], {}
+            yield file.path, str(error).partition("\n")[0], []
 
 
 def _sums(lake: LakeSpec, table: Table, file: LakeFile) -> _Sums:
@@ -175,7 +176,7 @@ def _sums(lake: LakeSpec, table: Table, file: LakeFile) -> _Sums:
             sums[batch] += checksum(part, table)
     if counts.total() != file.rows:
         raise ValueError(f"{counts.total():,} rows, and the log says {file.rows:,}.")
-    return {batch: (rows, sums[batch]) for batch, rows in counts.items()}
+    return [(batch, rows, sums[batch]) for batch, rows in counts.items()]
 
 
 def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
