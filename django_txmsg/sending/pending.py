@@ -34,8 +34,9 @@ def cancel_message(
     message of a run that start() has stored.
 
     If a relay has sent the message before and received no answer from the broker, the
-    message may arrive although it is cancelled. Raises InvalidMessage if the id is not
-    a UUID.
+    message may arrive although it is cancelled. A run or a flow batch that waits for
+    the answer to the message waits until its deadline, and for ever if it has none.
+    Raises InvalidMessage if the id is not a UUID.
     """
     alias = _alias(message_id, using)
     rows = OutboxMessage.objects.db_manager(alias)
