@@ -6,6 +6,7 @@ open runs of flows that this code cannot continue."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from django.conf import settings as django_settings
@@ -178,15 +179,10 @@ def check_notifications(aliases: Sequence[str]) -> Iterator[CheckMessage]:
     for using in databases.with_tables():
         if using not in aliases or connections[using].vendor != "postgresql":
             continue
-        connection = connections[alias_of(using)]
-        if not conf.get().NOTIFY or in_block(connection):
+        if not conf.get().NOTIFY or in_block(connections[alias_of(using)]):
             continue
-        try:
-            received = receives_notifications(using)
-        except AnyDatabaseError:
-            continue  # Django's own checks say that
-        finally:
-            connection.close()
+        with ThreadPoolExecutor(1) as thread:
+            received = thread.submit(_receives, using).result()
         if received is False:
             yield Warning(
                 f"A notification did not arrive in database {alias_of(using)!r}: "
@@ -194,6 +190,18 @@ def check_notifications(aliases: Sequence[str]) -> Iterator[CheckMessage]:
                 hint=f'{advice(using)} Or set TXMSG["NOTIFY"] = False.',
                 id="txmsg.W030",
             )
+
+
+def _receives(using: str) -> bool | None:
+    """Return whether notifications arrive on a connection of this thread, and close the
+    connection. The caller's connection must not listen afterwards, and closing it would
+    end its temporary tables and settings."""
+    try:
+        return receives_notifications(using)
+    except AnyDatabaseError:
+        return None  # Django's own checks say that
+    finally:
+        connections[alias_of(using)].close()
 
 
 # Whether this code can continue the open runs of flows there.

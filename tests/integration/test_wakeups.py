@@ -377,6 +377,17 @@ def test_behind_a_pooler_a_warning_is_logged_and_all_threads_poll(
         assert checked() == ["txmsg.W030"]
 
 
+def test_check_leaves_the_session_of_its_caller_as_it_was() -> None:
+    with txmsg(), connection.cursor() as cursor:
+        cursor.execute("CREATE TEMPORARY TABLE mine ()")
+        try:
+            assert check_databases(databases=["default"]) == []
+            cursor.execute("SELECT pg_listening_channels()")
+            assert cursor.fetchall() == []
+        finally:
+            cursor.execute("DROP TABLE mine")
+
+
 def test_no_advice_names_a_setting_that_does_not_help(
     pooled: str, caplog: pytest.LogCaptureFixture
 ) -> None:
