@@ -5,7 +5,8 @@ thread's error. Otherwise the process would go on sending heartbeats without thi
 thread, and no supervisor would restart the process.
 
 A `Watch` does something for objects when these are due: it renews leases, ends handlers
-that run too long, or sends heartbeats.
+that run too long, sends heartbeats and notifications, or dispatches messages after
+their commit.
 """
 
 from __future__ import annotations
