@@ -105,8 +105,7 @@ def thread_of(
         stop=stop,
         allowance=Allowance(0, 0, stop.set),
         breaker=more.pop("breaker", None) or Breaker(stage.broker, 1.0),
-        throttle=more.pop("throttle", None)
-        or Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE),
+        throttle=more.pop("throttle", None) or Throttle(consume.THROTTLE_AFTER),
         activity=Activity(),
         **more,
     )
@@ -132,9 +131,7 @@ def running(
     stop = threading.Event()
     breaker = Breaker(stage.broker, 1.0)
     consume = conf.get().CONSUME
-    throttle = more.pop("throttle", None) or Throttle(
-        consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE
-    )
+    throttle = more.pop("throttle", None) or Throttle(consume.THROTTLE_AFTER)
     threads = [
         thread_of(
             stage, stop, breaker=breaker, throttle=throttle, number=number, **more

@@ -407,8 +407,7 @@ class Consumer:
             what = "stage %r consumes a topic: one thread, not %d"
             log.warning(what, stage.name, wanted)
             wanted = 1
-        consume = self._settings.CONSUME
-        throttle = Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE)
+        throttle = Throttle(self._settings.CONSUME.THROTTLE_AFTER)
         room = Room(stage)
         for number in range(wanted):
             yield StageThread(

@@ -28,12 +28,11 @@ _throttle_log = logging.getLogger("django_txmsg.throttle")
 
 class Throttle:
     """Slows down a failing stage. After `after` failures in a row, only one thread of
-    the stage at a time processes a message, with a pause after each message. The first
-    success ends the throttling. All threads of a stage in this process share a
-    throttle."""
+    the stage at a time processes a message. The first success ends the throttling. All
+    threads of a stage in this process share a throttle."""
 
-    def __init__(self, after: int, pause: float) -> None:
-        self._after, self._pause = after, pause
+    def __init__(self, after: int) -> None:
+        self._after = after
         self._failures = 0
         self._one_at_a_time = threading.Lock()
 

@@ -134,7 +134,7 @@ def test_throttled_stage_claims_a_parked_message_in_its_turn() -> None:
             raise ValueError
         leased_until.append(InboxMessage.objects.get().lease_until)
 
-    throttle = Throttle(after=1, pause=0.0)
+    throttle = Throttle(after=1)
     throttle.note(Dead("refused"))
     with declared(handler, transaction="none") as stage, ExitStack() as held:
         put(stage.destination)

@@ -260,7 +260,7 @@ def test_failures_in_a_row_limit_the_stage_to_one_at_a_time() -> None:
             raise Refuse
 
     lock_step = threading.Event()
-    throttle = Throttle(after=3, pause=0.0)
+    throttle = Throttle(after=3)
     for _ in range(3):
         throttle.note(Dead("refused"))
     consume = {"POLL_INTERVAL": 0.02, "THROTTLE_PAUSE": 0.01}

@@ -96,7 +96,7 @@ def test_thread_that_waits_for_its_turn_is_alive_and_gives_back_after_the_stop()
 ):
     """A throttled stage processes one message at a time. The process is stopped while a
     thread with a delivery waits for another thread's handler."""
-    throttle, stop = Throttle(after=1, pause=0.0), threading.Event()
+    throttle, stop = Throttle(after=1), threading.Event()
     throttle.note(Dead("refused"))
     group = ThreadGroup(stop.set)
     with declared(effect) as stage:
