@@ -30,7 +30,7 @@ from django.db import (
 )
 from django.db import Error as AnyDatabaseError
 
-from ..django_internals import in_block, raw
+from ..django_internals import djangos_errors, in_block, raw
 from ..envelope.failure import cause_of, text_of
 from . import liveness
 from .breaker import Breaker
@@ -263,7 +263,9 @@ class Retry:
         has not ended."""
         while self.ready:
             try:
-                result = work()
+                # Closing a server-side cursor raises the driver's own error.
+                with djangos_errors(connections[self._using]):
+                    result = work()
             except survives as error:
                 self.failed(error)
             else:

@@ -264,6 +264,16 @@ def test_a_stop_ends_the_wait_at_once(postgres: services.PostgreSQL) -> None:
         postgres.start()
 
 
+def test_error_of_the_driver_itself_ends_no_thread() -> None:
+    """The database server is killed while a server-side cursor is closed. Django does
+    not convert the driver's error then."""
+
+    def work() -> None:
+        raise connection.Database.OperationalError("the connection was closed")
+
+    assert database_health.Retry("default", "it waits").run(work) is None
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_inherit_an_outage() -> None:
     database_health.breaker("default").failed(OperationalError("away"))
