@@ -106,7 +106,8 @@ class Alive(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        if not options["within"] >= 0:
+        within = read_option(options, "within", float)
+        if not within >= 0:
             raise CommandError("--within must be 0 or more.")
         try:
             folder = process_states.directory()
@@ -119,7 +120,7 @@ class Alive(BaseCommand):
                 f"file in {folder}."
             )
         for pid, state in sorted(states.items()):
-            if state.silent > options["within"]:
+            if state.silent > within:
                 raise CommandError(
                     f"Process {pid}: {state.loop or 'the process'} has not run for "
                     f"{state.silent:.0f} s."

@@ -290,7 +290,7 @@ def read_option(
         return value
     try:
         return read(str(value))
-    except argparse.ArgumentTypeError as error:
+    except (argparse.ArgumentTypeError, ValueError) as error:
         raise CommandError(f"{name}: {error}") from None
 
 

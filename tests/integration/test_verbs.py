@@ -188,6 +188,8 @@ def test_a_wrong_argument_is_refused_in_one_sentence(line: str, error: str) -> N
         ("dead_letters list", {"operation": "1"}, ""),
         ("dead_letters redeliver --all", {"tolerate": "few"}, "tolerate: 'few' is not"),
         ("dead_letters mute --fingerprint feed --text x", {"above": "3"}, ""),
+        ("dead_letters redeliver --all", {"rate": "fast"}, "rate: could not convert"),
+        ("txmsg alive", {"within": "soon"}, "within: could not convert"),
         ("txmsg audit", {"limit": "1"}, ""),
         ("txmsg bulk list", {"limit": "1"}, ""),
         ("txmsg flows list", {"limit": "1"}, ""),

@@ -147,11 +147,11 @@ class Report:
     def operation(self, operation: BulkOperation) -> None:
         """Print the result of an operation."""
         if self._as_json:
-            names = ("id", "kind", "filter", "total", "done", "skipped", "state")
-            self._print(
-                {name: getattr(operation, name) for name in names}
-                | {"skipped_why": operation.skipped_why}
-            )
+            names = (
+                "id", "kind", "filter", "total", "done", "skipped", "state",
+                "skipped_why",
+            )  # fmt: skip
+            self._print(values(operation, *names))
             return
         text = operation.result
         if operation.skipped:
@@ -346,7 +346,7 @@ class Command(DatabaseCommand):
                 by=f"command: {operator()}",
                 why=why,
                 force=options["force"],
-                rate=options["rate"],
+                rate=read_option(options, "rate", float),
                 shown=None if token is None else Shown.parse(token),
                 tolerates=tolerates,
             )
