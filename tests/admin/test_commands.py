@@ -99,7 +99,9 @@ def test_the_documents_of_json_are_as_documented() -> None:
         "`dead_letters list`": as_json("dead_letters", "list")[0],
         "`dead_letters groups`": as_json("dead_letters", "groups")[0],
         "`dead_letters show`": as_json("dead_letters", "show", str(letter.pk)),
-        "`… --dry-run`": as_json("dead_letters", "discard", "--all", "--dry-run"),
+        "`restore` with `--dry-run`": as_json(
+            "dead_letters", "discard", "--all", "--dry-run"
+        ),
         "`dead_letters discard`": as_json("dead_letters", "discard", "--all"),
     }
     for name, document in documents.items():
