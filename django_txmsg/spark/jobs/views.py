@@ -25,7 +25,7 @@ FROM (
     PARTITION BY service, message_id, coalesce(destination, ''),
                  coalesce(consumer, ''), verdict
     ORDER BY recorded_at DESC) AS newest
-  FROM {verdicts} WHERE change IS NOT NULL) AS journal
+  FROM txmsg_lake_verdicts WHERE change IS NOT NULL) AS journal
 WHERE newest = 1 AND change = 'found'
 """
 
@@ -36,7 +36,7 @@ SELECT service, sent_on, destination, verdict, messages, first_sent_at, last_sen
 FROM (
   SELECT *, dense_rank() OVER (
     PARTITION BY service ORDER BY recorded_at DESC, run_id) AS newest
-  FROM {reconciliation}) AS runs
+  FROM txmsg_lake_reconciliation) AS runs
 WHERE newest = 1
 """
 
@@ -47,15 +47,15 @@ WITH sent AS (
   SELECT service, message_id, destination, min(sender) AS sender,
          min(stored_at) AS sent_at, min(due_at) AS due_at,
          min(dispatched_at) AS dispatched_at
-  FROM {journeys} WHERE pair = '' GROUP BY service, message_id, destination
+  FROM txmsg_lake_journeys WHERE pair = '' GROUP BY service, message_id, destination
 ), received AS (
   SELECT service, message_id, destination, pair, consumer, told_at, received_at,
          processed_at, deliveries, cancelled, discarded_at, replaced_at
-  FROM {journeys} WHERE pair <> '' OR destination NOT LIKE 'topic:%'
+  FROM txmsg_lake_journeys WHERE pair <> '' OR destination NOT LIKE 'topic:%'
 ), found AS (
   SELECT *, CASE WHEN destination LIKE 'topic:%' THEN coalesce(consumer, '')
                  ELSE '' END AS pair
-  FROM {findings}
+  FROM txmsg_findings
 )
 SELECT coalesce(r.service, f.service) AS service,
        coalesce(r.message_id, f.message_id) AS message_id,
@@ -84,31 +84,34 @@ LEFT JOIN sent AS s ON s.service = coalesce(r.service, f.service)
   AND s.destination = coalesce(r.destination, f.destination)
 """
 
+#: Whether a finding is about a row of the inbox.
+_SAME = """f.message_id = i.message_id AND f.destination = i.destination
+    AND (i.destination NOT LIKE 'topic:%'
+         OR f.consumer = f.service || '/' || i.stage)"""
+
 #: Messages in a database, one row for each consumer that its own inbox, or a finding,
 #: knows.
-_LIVE = """
+_LIVE = f"""
 WITH known AS (
   SELECT i.message_id, i.destination, i.stage, i.first_received_at, i.processed_at,
          i.deliveries, f.consumer, f.verdict, f.found_at, f.acknowledged_at
-  FROM {inbox} i LEFT JOIN django_txmsg_finding f ON {same}
+  FROM {INBOX.relation} i LEFT JOIN django_txmsg_finding f ON {_SAME}
   UNION ALL
   SELECT f.message_id, f.destination, NULL, NULL, NULL,
          NULL, f.consumer, f.verdict, f.found_at, f.acknowledged_at
-  FROM django_txmsg_finding f WHERE NOT EXISTS (SELECT 1 FROM {inbox} i WHERE {same})
+  FROM django_txmsg_finding f
+  WHERE NOT EXISTS (SELECT 1 FROM {INBOX.relation} i WHERE {_SAME})
 )
 SELECT o.message_id, o.destination, o.key, o.correlation_id, o.created_at, o.due_at,
        o.dispatched_at, o.attempts,
-       CASE WHEN {cancelled} THEN 'cancelled' WHEN {dead} THEN 'dead'
-            WHEN {dispatched} THEN 'dispatched' ELSE 'pending' END AS state,
+       CASE WHEN {outbox.CANCELLED.sql("o")} THEN 'cancelled'
+            WHEN {outbox.DEAD.sql("o")} THEN 'dead'
+            WHEN {outbox.DISPATCHED.sql("o")} THEN 'dispatched'
+            ELSE 'pending' END AS state,
        k.stage, k.first_received_at, k.processed_at, k.deliveries, k.consumer,
        k.verdict, k.found_at, k.acknowledged_at
-FROM {outbox} o
+FROM {OUTBOX.relation} o
 LEFT JOIN known k ON k.message_id = o.message_id AND k.destination = o.destination
-"""
-
-#: Whether a finding is about a row of the inbox.
-_SAME = """f.message_id = i.message_id AND f.destination = i.destination
-    AND (i.destination NOT LIKE 'topic:%' OR f.consumer = f.service || '/' || i.stage)
 """
 
 
@@ -133,25 +136,15 @@ def views_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     no lake is specified."""
     if given.of == "database":
         # It works on PostgreSQL and SQLite.
-        query = _LIVE.format(
-            cancelled=outbox.CANCELLED.sql("o"),
-            dead=outbox.DEAD.sql("o"),
-            dispatched=outbox.DISPATCHED.sql("o"),
-            outbox=OUTBOX.relation,
-            inbox=INBOX.relation,
-            same=_SAME.strip(),
-        )
         said = [
             "DROP VIEW IF EXISTS txmsg_messages",
-            f"CREATE VIEW txmsg_messages AS{query.rstrip()}",
+            f"CREATE VIEW txmsg_messages AS{_LIVE.rstrip()}",
         ]
     else:
         # Other tools than Spark name the lake's tables by means of their own.
         said = spark_tables(spec.lake_spec()) if given.of == "lake" else []
-        names = {one: f"txmsg_lake_{one}" for one in _READ}
         said += [
-            f"CREATE OR REPLACE TEMPORARY VIEW txmsg_{name} AS"
-            + query.format(**names, findings="txmsg_findings").rstrip()
+            f"CREATE OR REPLACE TEMPORARY VIEW txmsg_{name} AS{query.rstrip()}"
             for name, query in (
                 ("findings", _FINDINGS),
                 ("counts", _COUNTS),
