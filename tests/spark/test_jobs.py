@@ -4,7 +4,6 @@ run."""
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import pty
 import re
@@ -23,12 +22,10 @@ import pytest
 
 from django_txmsg.spark.errors import VerificationRefused
 from django_txmsg.spark.jobs.analyze import run_analyze
-from django_txmsg.spark.progress import following, progress_bar
 from django_txmsg.spark.runs import Run, recorded
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.session import session
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
-from tests.faults import wait_until
 from tests.spark.archives import delta_rows, hashes_in
 from tests.spark.conftest import ANALYZES, ROOT, analyzes
 from tests.spark.log import Log
@@ -137,35 +134,47 @@ def test_a_refused_run_is_on_record_in_the_lake_as_well(
     assert rows == {"clean": "", "refused": "id 7 differs"}
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_tasks_that_run_are_shown(spark, monkeypatch) -> None:
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    bar = progress_bar("analyze", unit="tasks")
-
-    with following(bar, spark):
-        wait_until(
-            lambda: (
-                spark.range(10**7).selectExpr("sum(id % 7)").collect()
-                and re.search(
-                    r"analyze: +\d+%\|.+\| \d/\d .+tasks/s", stream.getvalue()
-                )
-            ),
-            deadline=60,
-        )
-
-    assert re.search(r"\r +\r$", stream.getvalue())  # removed
-
-
 def read_to_end(terminal: int) -> Iterator[bytes]:
     """Yield the output that a terminal receives, until the program closes its end."""
     with suppress(OSError):
         while piece := os.read(terminal, 65_536):
             yield piece
+
+
+def at_terminal(*words: str) -> tuple[str, str]:
+    """Run Python with its error stream on a terminal. Return the standard output, and
+    what the terminal has received."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    drawn: list[bytes] = []
+    # A terminal is read all the time; one that is not would block its writer.
+    reader = threading.Thread(target=lambda: drawn.extend(read_to_end(master)))
+    reader.start()
+    try:
+        seen = subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=slave, check=True,
+        )  # fmt: skip
+    finally:
+        os.close(slave)
+        reader.join()
+        os.close(master)
+    return seen.stdout.decode(), b"".join(drawn).decode()
+
+
+def test_the_tasks_that_run_are_shown() -> None:
+    program = (
+        "from django_txmsg.spark.session import session\n"
+        "with session('x', {'spark.master': 'local[2]'}, progress=True) as spark:\n"
+        "    numbers = spark.range(0, 10**9, 1, 4)\n"
+        "    print(len(numbers.selectExpr('sum(hash(id))').collect()))"
+    )
+
+    said, shown = at_terminal("-c", program)
+
+    assert said == "1\n"
+    assert re.search(r"\[Stage \d+:[=> ]+\(\d \+ \d\) / \d\]", shown)
+    assert re.search(r"\r +\r", shown)  # removed
 
 
 @pytest.mark.matrix
@@ -176,28 +185,16 @@ def test_a_person_at_a_terminal_sees_a_bar_and_a_tool_does_not(
     spec = JobSpec(services=(log.spec,), lake=lake)
     (tmp_path / "job.json").write_text(spec.to_json())
     outcome(spec, "archive", "--older-than", "1d", "--no-vacuum")
-    command = [sys.executable, "-m", "django_txmsg.spark", "sweep", "--spec",
-               str(tmp_path / "job.json")]  # fmt: skip
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    drawn: list[bytes] = []
-    # A terminal is read all the time; one that is not would block its writer.
-    reader = threading.Thread(target=lambda: drawn.extend(read_to_end(master)))
-    reader.start()
-    try:
-        seen = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=slave, check=True
-        )
-    finally:
-        os.close(slave)
-        reader.join()
-        os.close(master)
-    plain = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    words = ("-m", "django_txmsg.spark", "sweep", "--spec", f"{tmp_path}/job.json")
 
-    shown = b"".join(drawn).decode()
+    said, shown = at_terminal(*words)
+    plain = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, check=True
+    )
+
     assert "sweep: " in shown
     assert "/2 [" in shown  # two steps of one table
-    assert seen.stdout.decode().splitlines()[-1].startswith("sweep: 0 rows in ")
+    assert said.splitlines()[-1].startswith("sweep: 0 rows in ")
     assert plain.stderr == b""
 
 
