@@ -134,7 +134,7 @@ class Status:
     runs: list[Runs] = field(default_factory=list)
     #: How many runs are stuck at an undo. A brief reading counts only these runs.
     stuck_undos: int = 0
-    #: How many sessions were given up in the last 24 hours. Not in a brief reading.
+    #: How many sessions were given up in the last 24 hours, if they are counted.
     sessions_given_up: int = 0
     #: The recurring messages that were not stored when they were due.
     late_ticks: list[Timing] = field(default_factory=list)
@@ -208,14 +208,15 @@ class Status:
         return [*self.stages.values(), *self.destinations.values()]
 
 
-def read(*aliases: str, brief: bool = False) -> Status:
+def read(*aliases: str, brief: bool = False, sessions: bool = False) -> Status:
     """Return the complete state of these databases, by default of all databases in use,
     and of the embedded broker's queues in other databases. Reading takes about a dozen
     queries for each database in use. Workers and paused stages are read only from the
     database to which Django routes their models.
 
     If `brief` is True, return the live workers only, and of each place only the first
-    waiting row and the blocked messages."""
+    waiting row and the blocked messages. If `sessions` is True, also count the sessions
+    that were given up."""
     home = router.db_for_write(OutboxMessage)
     now = clock(home)
     read_workers = attendance.read_living if brief else attendance.read
@@ -237,6 +238,9 @@ def read(*aliases: str, brief: bool = False) -> Status:
                     status.stuck_undos += runs.stuck(using).total()
                 else:
                     _read_more(status, using)
+                if sessions:
+                    records = SessionRecord.objects.db_manager(using)
+                    status.sessions_given_up += records.given_up(dt.timedelta(days=1))
             _read_queues(status, using, names, brief=brief)
             if databases.is_read_only(using, aliases):
                 status.read_only.append(using)
@@ -315,8 +319,6 @@ def _read_more(status: Status, using: str) -> None:
         place.dead += one.count
         place.oldest_dead = min(filter(None, (place.oldest_dead, one.first)))
     status.runs += runs.read(using)
-    records = SessionRecord.objects.db_manager(using)
-    status.sessions_given_up += records.given_up(dt.timedelta(days=1))
 
 
 def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:

@@ -56,7 +56,7 @@ class Command(DatabaseCommand):
         aliases = [] if options["database"] is None else [options["database"]]
         require_tables(*aliases or [router.db_for_write(OutboxMessage)])
         kinds = read_option(options, "fail_on", _kinds)
-        picture = status.read(*aliases)
+        picture = status.read(*aliases, sessions=True)
         if options["json"]:
             self.stdout.write(json.dumps(facts(picture), indent=2))
         else:
