@@ -58,7 +58,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "isolation": (str, 'an isolation level, like "serializable"'),
     "using": (str, "an alias of DATABASES"),
     "broker": (str, 'an alias of TXMSG["BROKERS"]'),
-    "undoes": ((str, Destination), "a Destination"),
+    "undoes": (str, "a Destination"),
 }
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -267,6 +267,11 @@ def stage(
     if unknown:
         _refuse(unknown)
     named = _named(destination)
+    if isinstance(name, str):
+        name = str.__str__(name)  # that of an enum's member is its value, not its name
+    undone: Any = undoes
+    if isinstance(undoes, (str, Destination)):
+        undone = destination_name(undoes)
     given = Stage(
         name=named if name is None or name == "" else name,
         destination=named,
@@ -282,12 +287,12 @@ def stage(
         ordered=ordered,
         rate=None if rate is None else Rate.parse(rate),
         per=per,
-        undoes=None if undoes is None else str(undoes),
+        undoes=undone,
         answering=partial(
             replying, annotation=getattr(destination, "reply", None), broker=broker
         ),
     )
-    _check_kinds(given, undoes=undoes)
+    _check_kinds(given)
     _check(given)
     _check_rate(given)
 
@@ -298,7 +303,7 @@ def stage(
             work = undoing.if_done(
                 work,
                 given.undoes,
-                lambda: consumers(str(undoes), broker),
+                lambda: consumers(undone, broker),
                 lambda: declared.definition.using,
             )
         declared = replace(given, handler=work, accepts=accepted(handler))
@@ -390,7 +395,7 @@ def _named(destination: Any) -> str:
     )
 
 
-def _check_kinds(given: Stage, undoes: object) -> None:
+def _check_kinds(given: Stage) -> None:
     name: object = given.name
     fits = isinstance(name, str) and name.isprintable() and len(name) <= MAX_NAME_LENGTH
     if not fits:
@@ -399,7 +404,7 @@ def _check_kinds(given: Stage, undoes: object) -> None:
             f"characters, as the inbox stores it."
         )
     for option, (kind, words) in _KINDS.items():
-        value = undoes if option == "undoes" else getattr(given, option)
+        value = getattr(given, option)
         if value is not None and not isinstance(value, kind):
             raise ConfigurationError(f"{option}={value!r} is not {words}.")
 

@@ -17,6 +17,7 @@ from .. import stages
 from ..envelope.redelivery import RedeliveryPolicy
 from ..errors import ConfigurationError
 from ..sending.destination import Destination
+from ..sending.outbox import destination_name
 from . import engine
 from .declaration import (
     Declaration,
@@ -240,7 +241,7 @@ class Flow(Generic[In, Out]):
         if of_flow:
             asked = asked.destination
         if undo is not None:
-            _check_undo(str(undo), str(asked))
+            _check_undo(destination_name(undo), destination_name(asked))
         return Request(asked, body, undo=undo, key=key, of_flow=of_flow)
 
     def gather(

@@ -34,7 +34,7 @@ from ..errors import AlreadyRunning, ConfigurationError, FlowError, InvalidMessa
 from ..models import Batch, Run
 from ..models.run import Outcome, WaitsFor
 from ..sending.destination import Destination
-from ..sending.outbox import Encoded, encoded
+from ..sending.outbox import Encoded, destination_name, encoded
 from ..sending.scope import current_scope
 from . import joining
 from .flow import Flow
@@ -332,7 +332,7 @@ def batch(
         )
     from .batches import Batches
 
-    declared = Batches._declaration
+    declared, then = Batches._declaration, destination_name(then)
     insist_on_one_transaction(declared.using, declared.steps_name)
     given = [dict(one) for one in messages]
     if any(one.get("unique") or one.get("expires") is not None for one in given):
@@ -349,14 +349,14 @@ def batch(
         for one, (body, content_type, name) in zip(given, bodies, strict=True):
             if "body" in one and content_type == wire.JSON:
                 one["body"] = Encoded(body, name)  # each body is encoded once
-        return declared.name, str(then), places, headers, bodies
+        return declared.name, then, places, headers, bodies
 
     run_id, known = identify(declared, content, len(given) or 1)
     if known is not None:
         return Batch.objects.using(declared.using).get(run=known)
     run = declared.new_run(
         run_id=run_id,
-        caller={wire.REPLY_TO: check_destination(str(then))},
+        caller={wire.REPLY_TO: then},
         first_run=run_id,
         correlation_id=str(run_id),
     )

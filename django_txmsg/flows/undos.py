@@ -15,7 +15,7 @@ from django.db.models import QuerySet
 
 from .. import wire
 from ..models import FlowUndo, Run
-from ..sending.outbox import Encoded, encoded, send_parts
+from ..sending.outbox import Encoded, destination_name, encoded, send_parts
 from ..sending.undoing import undo_delays
 from .declaration import Declaration
 from .values import Cancelled, Request
@@ -38,7 +38,8 @@ def register(run: Run, undos: Iterable[FlowUndo]) -> None:
 def new(destination: Any, body: Any, **columns: Any) -> FlowUndo:
     """Return an unsaved undo. Without a `request_id` it undoes a step's own work."""
     content, _, of = encoded(destination, body)
-    return FlowUndo(destination=str(destination), body=content, body_type=of, **columns)
+    name = destination_name(destination)
+    return FlowUndo(destination=name, body=content, body_type=of, **columns)
 
 
 def of_request(

@@ -67,6 +67,12 @@ class Recurring:
     unique: str | None = None
     unique_until: UniqueUntil = "left"
 
+    def __post_init__(self) -> None:
+        # str() of an enum's member may be the member's name, not its value.
+        for name in ("name", "destination"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, str.__str__(value))
+
     @property
     def cron(self) -> Cron:
         """The parsed cron expression. Raises ConfigurationError if the expression or
@@ -176,7 +182,7 @@ def every(
     InvalidMessage for an invalid destination.
     """
     found = Recurring(
-        name=name or str(destination),
+        name=name or destination_name(destination),
         expression=expression,
         destination=destination,
         body=body,

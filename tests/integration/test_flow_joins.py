@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import enum
 import io
 import json
 import threading
@@ -59,7 +60,7 @@ from django_txmsg.flows import (
     step,
 )
 from django_txmsg.flows.batches import Batches
-from django_txmsg.flows.undos import MOST_HELD
+from django_txmsg.flows.undos import MOST_HELD, of_request
 from django_txmsg.models import (
     Batch,
     Branch,
@@ -1035,6 +1036,27 @@ def test_a_batch_ends_with_a_message(mailing: list[dict[str, Any]]) -> None:
     counts = {"total": 3, "answered": 2, "failed": 1, "left": 0}
     assert mailing == [{"run_id": run_id, **counts}]
     assert effects() == ["Ada", "Bob"]
+
+
+class Queue(str, enum.Enum):
+    MAILED = "mailed"
+    FORGET = "tour.forget"
+
+
+def test_batch_ends_with_a_message_to_the_value_of_an_enums_member(
+    mailing: list[dict[str, Any]],
+) -> None:
+    with transaction.atomic():
+        batch(mails("Ada"), then=Queue.MAILED)
+    drain()
+    assert [end["answered"] for end in mailing] == [1]
+
+
+def test_undo_to_an_enums_member_is_sent_to_its_value() -> None:
+    flow = Touring()
+    request = flow.branch(price, Price(1), undo=Queue.FORGET)  # type: ignore[arg-type]
+    (undo,) = of_request(Run(), request, uuid.uuid4())
+    assert (undo.destination, type(undo.destination)) == ("tour.forget", str)
 
 
 def test_a_batch_that_an_earlier_attempt_has_committed_is_stored_once(

@@ -591,7 +591,9 @@ def test_a_text_enums_member_recurs_to_its_value(member: Any) -> None:
         declared(lambda message: None, "orders.place"),
         keeping(destination=member, **unique) as (clock, timekeeper),
     ):
-        recurring()[0].check()
+        (one,) = recurring()
+        one.check()
+        assert (one.name, str(one.destination)) == ("orders.place", "orders.place")
         clock.now += MINUTE
         timekeeper.tick()
 

@@ -16,6 +16,7 @@ import pytest
 from django.db import IntegrityError, connection, transaction
 from django.db.models import TextChoices
 
+from django_txmsg import stages
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import DuplicateMessage, InvalidMessage, TransactionRequired
 from django_txmsg.http_outbox import database_identity
@@ -357,11 +358,22 @@ def test_a_text_enums_member_is_sent_to_its_value(member: Any) -> None:
         send_message(member, 1)
         send_messages([{"destination": member, "body": 2}])
         send_part(member, 3, {})
-    with declared(lambda message: None, member) as stage:
-        assert (stage.name, stage.destination) == ("orders.place", "orders.place")
 
     stored = OutboxMessage.objects.values_list("destination", flat=True)
     assert list(stored) == ["orders.place"] * 3
+
+
+@pytest.mark.parametrize("member", [Choice.PLACE, Text.PLACE])
+def test_stage_of_a_text_enums_members_is_named_by_their_values(member: Any) -> None:
+    options: list[dict[str, Any]] = [{}, {"name": member}]
+    for given in options:
+        stages.stage(member, undoes=member, **given)(lambda message: None)
+        try:
+            (stage,) = stages.find(["orders.place"])
+        finally:
+            stages.unregister("orders.place")
+        for text in (stage.name, stage.destination, stage.undoes):
+            assert (text, type(text)) == ("orders.place", str)
 
 
 @pytest.mark.parametrize("destination", [Plain.PLACE, Path("orders")])
