@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime as dt
 import threading
-import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -216,45 +215,16 @@ def last_run(connection: Connection, source: SourceSpec, job: str) -> LastRun | 
     return next(found, None)
 
 
-def lost(
-    connection: Connection,
-    source: SourceSpec,
-    verdicts: Sequence[str],
-    counted: set[object],
-    run: str = "",
-) -> tuple[dict[str, int] | None, set[object]]:
-    """Count the findings that were added since the last check, or by `run`, by verdict.
-    Only findings with one of `verdicts` count, and acknowledged findings do not. Return
-    two values: the counts, and the start times of the runs that added these findings.
-    At the first check, return None instead of the counts.
-
-    The next check finds the same findings again if their run ends after this check. So
-    the caller stores the counts, and then adds the start times to `counted`. A finding
-    does not count if the start time of its run is in `counted`.
-
-    `run` is the id of the run that has just ended. Its findings count even if the clock
-    was ahead at the last check.
-    """
-    # A run's findings have the instant of its start. It may end while `follow` is not
-    # running, or after a check that was later than its start.
-    weighed = connection.value(
-        "SELECT checked_at FROM django_txmsg_pipelinealert WHERE service = %s"
-        " AND name = 'lost'",
-        source.service,
-    )
-    if weighed is None:
-        return None, set()
+def count_lost(
+    connection: Connection, source: SourceSpec, verdicts: Sequence[str]
+) -> Counter[str]:
+    """Count the unacknowledged findings with one of `verdicts` that no earlier call has
+    counted, by verdict, and mark them as counted. Call it in the transaction that
+    stores the count: if that transaction fails, the next call counts them again."""
     rows = connection.rows(
-        "SELECT found_at, verdict, count(*) FROM django_txmsg_finding"
-        f" WHERE service = %s AND verdict IN ({', '.join(['%s'] * len(verdicts))})"
-        " AND (found_at > %s OR found_at IN (SELECT started_at FROM"
-        " django_txmsg_pipelinerun WHERE job = 'reconcile' AND finished_at > %s"
-        " OR id = %s))"
-        " AND acknowledged_at IS NULL GROUP BY found_at, verdict ORDER BY verdict",
-        source.service, *verdicts, weighed, weighed, uuid.UUID(run) if run else None,
+        "UPDATE django_txmsg_finding SET counted = TRUE WHERE service = %s"
+        f" AND verdict IN ({', '.join(['%s'] * len(verdicts))})"
+        " AND NOT counted AND acknowledged_at IS NULL RETURNING verdict",
+        source.service, *verdicts,
     )  # fmt: skip
-    new: Counter[str] = Counter()
-    for started_at, verdict, count in rows:
-        if started_at not in counted:
-            new[verdict] += count
-    return new, {started_at for started_at, _, _ in rows}
+    return Counter(verdict for (verdict,) in rows)

@@ -62,6 +62,9 @@ class Finding(models.Model):
     acknowledged_at = models.DateTimeField(null=True)
     acknowledged_by = models.CharField(max_length=255, default="")
     note = models.TextField(default="")
+    counted = models.BooleanField(
+        db_default=False, help_text="Whether the alert `lost` has counted it."
+    )
 
     class Meta:
         db_table = "django_txmsg_finding"

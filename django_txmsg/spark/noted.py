@@ -96,10 +96,10 @@ class Noted:
     def keep(self, findings: Iterable[dict[str, Any]], seen_at: dt.datetime) -> None:
         """Store the findings of a run. An earlier finding is deleted if this run has
         not found it again. Acknowledged findings stay. But a finding that comes back
-        is no longer acknowledged."""
+        is no longer acknowledged, and counts as new."""
         names = ("id", "service", *COLUMNS[:8])
         update = "sender", "sent_at", "found_at", "seen_at"
-        notes = "acknowledged_at", "acknowledged_by", "note"
+        notes = "acknowledged_at", "acknowledged_by", "note", "counted"
         changes = [f"{name} = excluded.{name}" for name in update]
         changes += [
             f"{name} = CASE WHEN excluded.found_at < excluded.seen_at THEN old.{name}"

@@ -632,8 +632,6 @@ def test_reconcile_covers_the_time_before_a_service_was_added(
 def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> None:
     spec = JobSpec((log.spec,), lake)
     with log.connected() as connection:
-        assert alerts.lost(connection, log.spec, LOST, set())[0] is None
-        Alerts(connection, "shop").weigh("lost", 0, 0, "Nothing is known yet.")
         now = datetime.now(timezone.utc)
 
         def noted(*verdicts: str) -> None:
@@ -646,7 +644,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
 
         # `lost` is what is lost, and nothing else that a run finds.
         noted("dead", "late", "unknown_sender")
-        assert alerts.lost(connection, log.spec, LOST, set())[0] == {}
+        assert alerts.count_lost(connection, log.spec, LOST) == {}
         noted("never_received", "never_received", "dead")
         with receiver() as taking:
             stop = threading.Event()
@@ -667,7 +665,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
             finally:
                 stop.set()
                 working.join()
-        assert alerts.lost(connection, log.spec, LOST, set())[0] == {}
+        assert alerts.count_lost(connection, log.spec, LOST) == {}
     [lost] = taking.taken
     assert (lost["alert"], lost["value"]) == ("lost", 2)
     assert "new: 2 never_received. " in lost["summary"]
@@ -677,23 +675,24 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
 def test_findings_are_counted_once_if_a_check_falls_before_the_end_of_their_run(
     log: Log, lake: LakeSpec
 ) -> None:
-    spec, counted = JobSpec((log.spec,), lake), set[object]()
+    spec = JobSpec((log.spec,), lake)
     with log.connected() as connection:
-        weigh = Alerts(connection, "shop").weigh
-        weigh("lost", 0, 0, "Nothing is known yet.")
         with recorded(spec, "reconcile", {}) as run:
-            Noted(log.spec).keep([finding_of(run)], run.started_at)
-            found, starts = alerts.lost(connection, log.spec, LOST, counted)
-            assert alerts.lost(connection, log.spec, LOST, counted)[0] == found
-            weigh("lost", 1, 0, "One is lost.")
-            counted |= starts
+            finding = finding_of(run)
+            Noted(log.spec).keep([finding], run.started_at)
+            found = alerts.count_lost(connection, log.spec, LOST)
         assert found == {"never_received": 1}
-        assert alerts.lost(connection, log.spec, LOST, counted)[0] == {}
+        assert alerts.count_lost(connection, log.spec, LOST) == {}
 
-        weigh("lost", 0, 0, "None is lost.")
         with recorded(spec, "reconcile", {}) as run:
-            Noted(log.spec).keep([finding_of(run)], run.started_at)
-        assert alerts.lost(connection, log.spec, LOST, counted)[0] == found
+            Noted(log.spec).keep([finding, finding_of(run)], run.started_at)
+        assert alerts.count_lost(connection, log.spec, LOST) == found
+
+        # One that was gone and comes back is new.
+        with recorded(spec, "reconcile", {}) as run:
+            finding["found_at"] = run.started_at
+            Noted(log.spec).keep([finding], run.started_at)
+        assert alerts.count_lost(connection, log.spec, LOST) == found
 
 
 def test_instants_that_are_compared_are_of_the_databases_clock(pg_log: Log) -> None:
@@ -804,12 +803,10 @@ def test_findings_of_a_run_that_was_in_progress_at_a_check_are_reported(
         with recorded(spec, "reconcile", {}) as run:
             weigh("lost", 0, 0, "Nothing is known yet.")
             Noted(log.spec).keep([finding_of(run)], run.started_at)
-        assert alerts.lost(connection, log.spec, LOST, set())[0] == {
-            "never_received": 1
-        }
+        assert alerts.count_lost(connection, log.spec, LOST) == {"never_received": 1}
 
         weigh("lost", 1, 0, "One is lost.")
-        assert alerts.lost(connection, log.spec, LOST, set())[0] == {}
+        assert alerts.count_lost(connection, log.spec, LOST) == {}
 
 
 @pytest.mark.parametrize(

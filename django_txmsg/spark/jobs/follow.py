@@ -110,8 +110,6 @@ class Follower:
         self.telling = Telling(self.source.service, webhook, stop, self.say)
         self.run: Run | None = None
         self._failures = 0
-        #: The starts of the runs whose findings the alert `lost` has counted.
-        self._counted: set[object] = set()
         self._waiting = False
         self._busy, self._busy_since = "", 0.0
 
@@ -349,27 +347,23 @@ class Follower:
         """Record, as a measured value, how many lost messages were found since the last
         check, and by the run that has just ended. This includes the messages found by
         runs of `reconcile` that ended while `follow` was stopped."""
-        new, starts = alerts.lost(
-            connection, self.source, LOST + STUCK, self._counted, run
-        )
-        if not (run or new or new is None):
-            return
-        found = new or {}
-        how = f"by run {run}" if run else "while `follow` was not running"
-        listed = ", ".join(f"{count:,} {name}" for name, count in found.items())
-        summary = f"Found {how}, new: {listed or 'nothing'}."
-        if "never_received" in found:
-            # The logs do not say what a broker holds.
-            summary += (
-                " A message that was never received may still wait at its broker, for "
-                "example because its stage is paused: look at the page Stages and at "
-                "the broker's queue first."
+        with connection.transaction():
+            new = alerts.count_lost(connection, self.source, LOST + STUCK)
+            if not (run or new):
+                return
+            how = f"by run {run}" if run else "while `follow` was not running"
+            listed = ", ".join(f"{new[name]:,} {name}" for name in sorted(new))
+            summary = f"Found {how}, new: {listed or 'nothing'}."
+            if "never_received" in new:
+                # The logs do not say what a broker holds.
+                summary += (
+                    " A message that was never received may still wait at its broker, "
+                    "for example because its stage is paused: look at the page Stages "
+                    "and at the broker's queue first."
+                )
+            Alerts(connection, self.source.service).weigh(
+                "lost", new.total(), 0, summary, hold=self.webhook is not None
             )
-        Alerts(connection, self.source.service).weigh(
-            "lost", sum(found.values()), 0, summary, hold=self.webhook is not None
-        )
-        # Only now: if the count could not be stored, the next check counts again.
-        self._counted |= starts
 
 
 def _say(line: str) -> None:
