@@ -20,18 +20,17 @@ from django_txmsg.spark.jobs.journeys import (
     stands,
 )
 from django_txmsg.spark.jobs.reading import WholeLog
-from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.lake import Lake
-from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import SMALL, archive, path_of
 from tests.spark.log import Log
+from tests.spark.running import run
 
 
 def joined(log: Log, lake: LakeSpec) -> None:
-    run_sweep(JobSpec((log.spec,), lake), SweepOptions(), run := Run("sweep", {}))
-    assert run.counts["outbox"]["compacted"] == 3
+    done = run(JobSpec((log.spec,), lake), "sweep")
+    assert done["counts"]["outbox"]["compacted"] == 3
 
 
 def more_archived(log: Log, lake: LakeSpec) -> None:

@@ -22,7 +22,7 @@ from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs import counted as by_footers
 from django_txmsg.spark.jobs import journeys
 from django_txmsg.spark.jobs.reconcile import run_reconcile
-from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.jobs.sweep import sweep_command
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
@@ -324,7 +324,7 @@ def test_files_of_a_day_are_joined_when_they_are_a_crowd(
         processed(log, LONG_AGO + number * 60 * SECOND)
         archive_all(spark, log, lake)
         judged(spark, spec)
-        run_sweep(spec, SweepOptions(), Run("sweep", {}))
+        sweep_command(spec, parsed(["sweep"]), Run("sweep", {}))
         # A sweep does not compact the files of `journeys`.
         assert sum(files_of(lake).values()) == 4 * (number + 1)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from django_txmsg.spark.cli import parsed
 from django_txmsg.spark.errors import EnvironmentFault
-from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.jobs.sweep import sweep_command
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import OUTBOX
@@ -125,7 +126,7 @@ def test_a_join_and_a_rewriting_without_room_leave_no_files(
     assert len(files[0]) == 2
 
     with pytest.raises(OSError, match="No space left on device"):
-        run_sweep(spec, SweepOptions(), Run("sweep", {}))
+        sweep_command(spec, parsed(["sweep"]), Run("sweep", {}))
     assert data_files(lake) == files
     (disk.path / "other").write_bytes(bytes(6 << 20))
     with pytest.raises(OSError, match="No space left on device"):

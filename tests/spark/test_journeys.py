@@ -22,7 +22,7 @@ from django_txmsg.spark.jobs import journeys as keeping
 from django_txmsg.spark.jobs.journeys import Journeys
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.reconcile import run_reconcile
-from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.jobs.sweep import sweep_command
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
@@ -195,7 +195,7 @@ def test_incremental_journeys_equal_those_computed_at_once(
         archive_all(spark, log, lake)
         kept = catch_up(spark, spec)
         # Files are joined, those of the archive and those of the journeys.
-        run_sweep(spec, SweepOptions(), Run("sweep", {}))
+        sweep_command(spec, parsed(["sweep"]), Run("sweep", {}))
 
     assert kept == at_once(spark, spec)
     assert len(kept) > 30
@@ -293,7 +293,7 @@ def test_two_runs_bring_the_same_batches_once(spark, make_log, lake: LakeSpec) -
         if step == "written":
             seen.append(catch_up(spark, spec))
             # Nobody erases or joins meanwhile, either.
-            run_sweep(spec, SweepOptions(), swept := Run("sweep", {}))
+            sweep_command(spec, parsed(["sweep"]), swept := Run("sweep", {}))
             assert "journeys" not in swept.counts
             with pytest.raises(EnvironmentFault, match="An update of the journeys"):
                 run(spec, "erase", "--message-id", str(uuid.uuid4()))

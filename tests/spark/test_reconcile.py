@@ -15,11 +15,12 @@ from django_txmsg import send_message
 from django_txmsg.envelope.message import Message
 from django_txmsg.management.commands.pipeline import job_spec
 from django_txmsg.models import InboxMessage
+from django_txmsg.spark.cli import parsed
 from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.jobs import reconcile
 from django_txmsg.spark.jobs.journeys import looked_at
 from django_txmsg.spark.jobs.reading import WholeLog
-from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.jobs.sweep import sweep_command
 from django_txmsg.spark.noted import Noted
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import OUTBOX, Table
@@ -29,7 +30,7 @@ from tests.running import IMPATIENT, declared, send, step
 from tests.spark.archives import archive, delta_rows
 from tests.spark.conftest import committing
 from tests.spark.log import Log
-from tests.spark.running import outcome, run
+from tests.spark.running import but, outcome, run
 
 UTC = dt.timezone.utc
 NOW = dt.datetime.now(UTC)
@@ -89,8 +90,8 @@ def test_subscription_dates_outlive_the_lakes_retention(
     assert lost("old") == 1
     assert lost("old", "new") == 1
     # Everything that these runs have noted is of a day past.
-    sweep = SweepOptions(keep=dt.timedelta(days=-2))
-    run_sweep(JobSpec((log.spec,), lake), sweep, Run("sweep", {}))
+    sweep = but(parsed(["sweep"]), keep=dt.timedelta(days=-2))
+    sweep_command(JobSpec((log.spec,), lake), sweep, Run("sweep", {}))
     assert lost("old", "new") == 1
 
 

@@ -37,7 +37,7 @@ from ..transforms.reconcile import LOST, STUCK
 from .archive import ArchiveOptions, Archiver, ArchiveResult, ages, count_waiting
 from .reconcile import stuck_after
 from .running import run_until_stopped
-from .sweep import SweepOptions, run_sweep
+from .sweep import DEFAULTS, sweep_command
 
 #: Seconds between the first tries, and between the last ones.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -235,7 +235,7 @@ class Follower:
         if not self._due(connection, "sweep", self.given.sweep_every):
             return
         with recorded(self.spec, "sweep", {"by": "follow"}) as run:
-            run_sweep(self.spec, SweepOptions(), run)
+            sweep_command(self.spec, DEFAULTS, run)
 
     def _due(self, connection: Connection, job: str, every: dt.timedelta) -> bool:
         if not every or self.stop.is_set():

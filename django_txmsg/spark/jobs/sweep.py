@@ -7,7 +7,6 @@ import datetime as dt
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 
 import pyarrow as pa
@@ -93,27 +92,16 @@ def _groups(place: LakeTable, small: list[LakeFile]) -> Iterator[list[LakeFile]]
 #: Not history: the subscribers of a topic are valid until they change.
 FOR_GOOD = frozenset(["subscriptions"])
 
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """The options of `sweep`: the age of files to remove, and how long rows are
-    kept."""
-
-    orphans_older_than: dt.timedelta = dt.timedelta(days=1)
-    """Longer than any job runs: the log names its files only at its end."""
-    replaced_older_than: dt.timedelta = dt.timedelta(days=7)
-    """Longer than any reader reads."""
-    keep: dt.timedelta | None = None
-    dry_run: bool = False
-
-
+#: The options of the command line by default, without a progress bar.
+DEFAULTS = argparse.Namespace(
+    orphans_older_than=dt.timedelta(days=1), replaced_older_than=dt.timedelta(days=7),
+    keep=None, dry_run=False, json=True,
+)  # fmt: skip
 #: What is counted for each table: removed files, dropped days, and merged files.
 _COUNTED = ("orphans", "replaced", "dropped_days", "compacted")
 
 
-def run_sweep(
-    spec: JobSpec, options: SweepOptions, run: Run, *, quiet: bool = True
-) -> None:
+def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     """Sweep a service's part of each table in the lake, including the tables of
     results. The run gets the numbers of removed and merged files of each table. A dry
     run changes no file, and gets the numbers that a real run would get. If a table has
@@ -121,7 +109,7 @@ def run_sweep(
     lake = Lake(spec.lake_spec())
     service = spec.service()
     damaged: PipelineError | None = None
-    bar = progress_bar("sweep", quiet=quiet, unit="steps")
+    bar = progress_bar("sweep", quiet=given.json, unit="steps")
     names = lake.names()
     bar.reset(2 * len(names))
     # First in all tables what writes nothing: if the disk is full, this makes room.
@@ -135,7 +123,7 @@ def run_sweep(
             try:
                 with _alone(service, name):
                     done = run.counts.setdefault(name, dict.fromkeys(_COUNTED, 0))
-                    step(place, service.service, options, done)
+                    step(place, service.service, given, done)
             except Taken:
                 continue  # `reconcile` uses them: the next run sweeps
             except (SpoiltFile, VerificationRefused) as error:
@@ -149,6 +137,13 @@ def run_sweep(
     run.rows = sum(one["orphans"] + one["replaced"] for one in run.counts.values())
     if damaged:
         raise damaged
+    would = "would be " if given.dry_run else ""
+    run.lines += [
+        f"{name}: {one['orphans']} orphaned and {one['replaced']} replaced files "
+        f"{would}removed, {one['compacted']} joined, {one['dropped_days']} days "
+        "dropped."
+        for name, one in run.counts.items()
+    ]
 
 
 @contextmanager
@@ -165,49 +160,38 @@ def _alone(service: SourceSpec, name: str) -> Iterator[None]:
 
 
 def _remove_orphans(
-    place: LakeTable, service: str, options: SweepOptions, done: dict[str, int]
+    place: LakeTable, service: str, given: argparse.Namespace, done: dict[str, int]
 ) -> None:
+    """Remove files that the log has never named. Their age must be longer than any job
+    runs: the log names a job's files only at its end."""
     now = dt.datetime.now(dt.timezone.utc)
-    orphans = place.orphans(service, now - options.orphans_older_than)
+    orphans = place.orphans(service, now - given.orphans_older_than)
     done["orphans"] = len(orphans)
-    if not options.dry_run:
+    if not given.dry_run:
         for path in orphans:
             place.files.delete_file(path)
 
 
 def _tidy(
-    place: LakeTable, service: str, options: SweepOptions, done: dict[str, int]
+    place: LakeTable, service: str, given: argparse.Namespace, done: dict[str, int]
 ) -> None:
+    """Drop old days, remove replaced files, and merge small files. Replaced files must
+    stay for longer than any reader reads."""
     delta = place.load()
     assert delta is not None
     now = dt.datetime.now(dt.timezone.utc)
-    if options.keep is not None and place.name not in FOR_GOOD:
-        oldest = (now - options.keep).date()
+    if given.keep is not None and place.name not in FOR_GOOD:
+        oldest = (now - given.keep).date()
         old = [one for one in place.named(delta, service) if one.day < oldest]
         done["dropped_days"] = len({one.day for one in old})
-        if old and not options.dry_run:
+        if old and not given.dry_run:
             dropped = {
                 "dropped_before": oldest.isoformat(), "service": service,
                 "touched": touched(old),
             }  # fmt: skip
             place.commit(delta, (), replaced=old, metadata=dropped)
-    hours = int(options.replaced_older_than.total_seconds() // 3600)
-    done["replaced"] = len(place.vacuum(hours, dry_run=options.dry_run))
+    hours = int(given.replaced_older_than.total_seconds() // 3600)
+    done["replaced"] = len(place.vacuum(hours, dry_run=given.dry_run))
     # Journeys are merged by the run that maintains them, into files with counts.
-    if not options.dry_run and place.name != "journeys":
+    if not given.dry_run and place.name != "journeys":
         done["compacted"] = join(place, service)
-
-
-def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
-    """Sweep, and list the numbers of removed files. Raises PipelineError."""
-    options = SweepOptions(
-        given.orphans_older_than, given.replaced_older_than, given.keep, given.dry_run
-    )
-    would = "would be " if given.dry_run else ""
-    run_sweep(spec, options, run, quiet=given.json)
-    run.lines += [
-        f"{name}: {one['orphans']} orphaned and {one['replaced']} replaced files "
-        f"{would}removed, {one['compacted']} joined, {one['dropped_days']} days "
-        "dropped."
-        for name, one in run.counts.items()
-    ]
