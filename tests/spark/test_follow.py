@@ -458,7 +458,7 @@ def test_standby_reports_that_the_database_is_back(
     first, second = taking.taken
     assert (first["status"], second["status"]) == ("firing", "resolved")
     assert first["id"] == second["id"]
-    assert "standing by" in said[2]
+    assert "Another `follow` of 'shop' is running" in said[2]
     assert "The database is back" in said[1]
 
 
@@ -492,10 +492,10 @@ def test_a_concurrent_archive_is_reported_as_a_standstill_and_no_lake_outage(
 
     [standstill] = firing
     assert (standstill.name, standstill.bound) == ("standstill", 0)
-    assert standstill.summary == said[0]
-    assert said[0].startswith("Another archive, sweep or erasure of")
+    assert standstill.summary.startswith("Another archive, sweep or erasure of")
+    assert said[0].endswith(standstill.summary)
     assert [line[:20] for line in said[1:]] == [
-        "firing: standstill: ", "resolved: standstill"
+        "firing: standstill: ", "The lock of the arch", "resolved: standstill"
     ]  # fmt: skip
 
 
@@ -510,13 +510,14 @@ def test_no_standstill_is_measured_while_the_lake_is_away(
     with log.connected() as connection, recorded(spec, "follow", {}) as run:
         with log.connected() as other, archiving(other, log.spec, "outbox"):
             follower._round(connection, run)
-        assert follower._busy == said[0]
+        assert said[0].endswith(follower.archive_lock.error)
         place.write_text("This is no directory.")
         follower._round(connection, run)
         place.unlink()
 
-    assert "The lake" in said[1]
-    assert not follower._busy
+    assert "The lock of the archive is back" in said[1]
+    assert "The lake" in said[2]
+    assert not follower.archive_lock.tries
 
 
 def test_job_that_cannot_be_started_is_reported_and_holds_up_no_alert(
@@ -941,7 +942,7 @@ def test_a_second_follow_stands_by_and_takes_over(
         wait_until(lambda: log.count() == 0, deadline=60)
         with following(spec, tmp_path) as second:
             assert second.stderr is not None
-            assert "standing by" in second.stderr.readline()
+            assert "Another `follow`" in second.stderr.readline()
             first.kill()
             log.send_many(5)
             before |= hashes_in(log)

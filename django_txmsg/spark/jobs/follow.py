@@ -44,7 +44,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Outage:
-    """Tracks the outages of one resource, with the failed tries of the current one."""
+    """Tracks the outages of one resource, with the failed tries of the current one. A
+    lock that another process holds is out, too."""
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self.what, self._say = what, say
@@ -106,12 +107,12 @@ class Follower:
         self.recorded_options = dict(recorded_options or {})
         self.database = Outage("The database", self.say)
         self.store = Outage("The lake", self.say)
+        self.archive_lock = Outage("The lock of the archive", self.say)
+        self.follow_lock = Outage("The lock of `follow`", self.say)
         self.beside = SparkProcess(spec, given.conf)
         self.telling = Telling(self.source.service, webhook, stop, self.say)
         self.run: Run | None = None
         self._failures = 0
-        self._waiting = False
-        self._busy, self._busy_since = "", 0.0
 
     def work(self) -> None:
         """Run rounds until stopped, or only one round if `once` is true. Raises
@@ -126,7 +127,7 @@ class Follower:
                     if self.given.once or isinstance(error, UsageError):
                         raise
                     if isinstance(error, Taken):
-                        self._stand_by()
+                        self._stand_by(error)
                     elif not self.stop.is_set():
                         self._database_away(error)
         finally:
@@ -140,7 +141,8 @@ class Follower:
             following(connection, self.source),
             recorded(self.spec, "follow", self.recorded_options) as run,
         ):
-            self.run, self._waiting = run, False
+            self.run = run
+            self.follow_lock.over()
             self._database_back()
             if self.given.reconcile_every and not self.given.once:
                 self._lost(connection)
@@ -153,11 +155,9 @@ class Follower:
                     return
                 connection.value("SELECT 1")  # holds our lock
 
-    def _stand_by(self) -> None:
+    def _stand_by(self, error: Taken) -> None:
         self._database_back()
-        if not self._waiting:
-            self.say("Another process follows this database: standing by.")
-        self._waiting = True
+        self.follow_lock.failed(error)
         self.stop.wait(min(30.0, self.given.every.total_seconds()))
 
     def _database_back(self) -> None:
@@ -185,12 +185,9 @@ class Follower:
         except Archiving as busy:  # no outage
             if self.given.once:
                 raise
-            if not self._busy:
-                self.say(str(busy))
-                self._busy_since = time.monotonic()
-            self._busy = str(busy)
+            self.archive_lock.failed(busy)
         except Exception as error:
-            self._busy = ""
+            self.archive_lock.over()
             connection.value("SELECT 1")  # is it the database that is away?
             connect_plain(self.source).close()
             if self.given.once:
@@ -198,7 +195,7 @@ class Follower:
             self.store.failed(error)
         else:
             self.store.over()
-            self._busy = ""
+            self.archive_lock.over()
         refused = [line for done in found.values() for line in done.refused]
         rows = {name: done.rows for name, done in found.items()}
         run.rows += sum(rows.values())
@@ -252,14 +249,14 @@ class Follower:
         weigh = Alerts(connection, self.source.service).weigh
         away = self.given.away.total_seconds()
         stuck = self.given.stuck_after.total_seconds()
+        busy = self.archive_lock
         weigh("database", 0, away, "It answers.")
-        if self._busy:
-            seconds = time.monotonic() - self._busy_since
-            weigh("standstill", seconds, stuck, self._busy)
-        if self.store.tries or not self._busy:
+        if busy.tries:
+            weigh("standstill", busy.seconds, stuck, busy.error)
+        if self.store.tries or not busy.tries:
             error = self.store.error or "The archive goes on."
             weigh("lake", self.store.seconds, away, error)
-        if not self.store.tries and not self._busy:
+        if not self.store.tries and not busy.tries:
             name = max(found, key=lambda one: found[one].held.seconds)
             held, waiting = found[name].held, "No row waits for a long transaction."
             if held.rows:
