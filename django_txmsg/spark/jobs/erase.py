@@ -30,8 +30,7 @@ from ..engine import gather
 from ..errors import UsageError
 from ..lake import Lake, LakeTable, NoLake, touched
 from ..lakefile import LakeFile, rows_of
-from ..ledger import Ledger
-from ..lock import erasure, keeping
+from ..lock import archiving, erasure, keeping
 from ..runs import Run, erasing
 from ..schemas import TABLES, Table
 from ..source.snapshot import remove_left_copies
@@ -183,16 +182,12 @@ def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
     if connection.vendor == "sqlite" and relation != _QUEUE:
         texts = [one.replace("-", "") for one in texts]
     listed = ", ".join(f"'{one}'" for one in texts)
-    if relation == _QUEUE:
-        return f"{_header(connection, wire.MESSAGE_ID)} IN ({listed})"
-    if relation == RESPONSES:
-        return f"session_id IN ({listed}) AND (body IS NOT NULL OR headers <> '[]')"
-    if relation in _OF_A_RUN:
-        # An open run is needed until it ends.
-        ended = f"SELECT id FROM {_RUN} WHERE ended_at IS NOT NULL"
-        own = f"{ended} AND run_id IN ({listed})"
-        return _OF_A_RUN[relation].format(own=own, ended=ended, listed=listed)
-    return f"message_id IN ({listed})"
+    return _CONDITIONS.get(relation, "message_id IN ({ids})").format(
+        ids=listed,
+        header=_header(connection, wire.MESSAGE_ID),
+        ended=_ENDED,
+        own=f"{_ENDED} AND run_id IN ({listed})",
+    )
 
 
 def _header(connection: Connection, name: str) -> str:
@@ -201,12 +196,16 @@ def _header(connection: Connection, name: str) -> str:
     return f"headers ->> '{name}'"
 
 
-#: The condition for the rows that belong to runs.
-_OF_A_RUN = {
+#: The ended runs of flows: an open run is needed until it ends.
+_ENDED = f"SELECT id FROM {_RUN} WHERE ended_at IS NOT NULL"
+#: The condition for the rows that belong to messages, by default their message id.
+_CONDITIONS = {
+    _QUEUE: "{header} IN ({ids})",
+    RESPONSES: "session_id IN ({ids}) AND (body IS NOT NULL OR headers <> '[]')",
     "django_txmsg_flowstep": "run_id IN ({own})"
-    " OR message_id IN ({listed}) AND run_id IN ({ended})",
+    " OR message_id IN ({ids}) AND run_id IN ({ended})",
     "django_txmsg_flowundo": "run_id IN ({own})"
-    " OR request_id IN ({listed}) AND run_id IN ({ended})",
+    " OR request_id IN ({ids}) AND run_id IN ({ended})",
     "django_txmsg_batch": "run_id IN ({own})",
     "django_txmsg_branch": "batch_id IN (SELECT id FROM django_txmsg_batch WHERE"
     " run_id IN ({own}))",
@@ -367,13 +366,12 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
                 lake = Lake(spec.lake)
         databases: list[Connection] = []
         for source in spec.services:
+            connection = stack.enter_context(closing(connect_plain(source)))
             for table in TABLES.values():
-                ledger = stack.enter_context(closing(Ledger(source, table)))
                 # No archive may add messages after they were looked up.
-                stack.enter_context(ledger.lock())
+                stack.enter_context(archiving(connection, source, table.name))
                 if lake is not None and not dry_run:
                     _fence(lake, source.service, table)
-            connection = stack.enter_context(closing(connect_plain(source)))
             stack.enter_context(keeping(connection, source))
             # No replay may store a message again that it has read before.
             stack.enter_context(erasure(connection, source))
@@ -384,11 +382,10 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
         services = [one.service for one in spec.services]
         chosen = {str(one) for one in given.message_id}
         if keys or correlation_ids:
-            for one in (*databases, *brokers):
-                only_queued = one in brokers
-                chosen |= messages_named(
-                    one, keys, correlation_ids, only_queued=only_queued
-                )
+            for one in databases:
+                chosen |= messages_named(one, keys, correlation_ids)
+            for one in brokers:
+                chosen |= messages_named(one, keys, correlation_ids, only_queued=True)
             chosen |= _named_in(lake, spark, services, given) if lake else set()
         ids = sorted(stack.enter_context(erasing(spec.services, run, chosen)))
         sessions = _sessions_in(lake, spark, services, ids) if lake and ids else set()
