@@ -15,9 +15,9 @@ import datetime as dt
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 
 from pyspark.sql import SparkSession
@@ -33,7 +33,7 @@ from ..schemas import TABLES, Table
 from ..session import running, session
 from ..spec import JobSpec, LakeSpec, SourceSpec
 from .batch_task import BatchTask, Written, kept_columns, run_here
-from .settling import Settled, Settling
+from .settling import Settled, settle
 
 #: Most connections that tasks open to a database at the same time, by default.
 MAX_TASKS = 16
@@ -133,7 +133,6 @@ class Archiver:
                 self.log, self.mark = agreed(
                     self.ledger, self.lake, accept_loss=self.options.accept_loss
                 )
-                self.settling = Settling(self.log, self.ledger, self.on_step)
                 if self.mark.purged_through < self.log.last:
                     self._resume()
                 now, self.horizon = self.ledger.clock()
@@ -202,7 +201,9 @@ class Archiver:
 
     def _settle(self, batch: int) -> Settled:
         """Settle the batches above the mark, up to and including `batch`."""
-        settled = self.settling.settle(self.mark.purged_through, batch)
+        settled = settle(
+            self.log, self.ledger, self.mark.purged_through, batch, self.on_step
+        )
         self.result.rows += settled.rows
         self.progress.update(settled.rows)
         if settled.different:
@@ -293,8 +294,6 @@ class Archiver:
         deletions commit in the order of the batches."""
         started = time.monotonic()
         side_by_side = self.options.purges
-        if self.source.vendor == "sqlite":
-            side_by_side = 1
         for start in range(0, len(written), side_by_side):
             group = written[start : start + side_by_side]
             with ThreadPoolExecutor(max_workers=side_by_side) as pool:
@@ -357,7 +356,10 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
         return
     refused: list[str] = []
     seconds: dict[str, dict[str, float]] = {}
-    with _engine(source, chosen, given) as spark:
+    engine: AbstractContextManager[SparkSession | None] = nullcontext()
+    if _on_spark(source, chosen, given):
+        engine = session("archive", dict(given.conf))
+    with engine as spark:
         overlap = given.overlap
         if overlap is None:
             overlap = spark is not None and not on_one_machine(spark)
@@ -389,25 +391,15 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
         run.refused, run.error = True, "\n".join(refused)
 
 
-@contextmanager
-def _engine(
-    source: SourceSpec,
-    chosen: Mapping[str, dt.timedelta],
-    given: argparse.Namespace,
-) -> Iterator[SparkSession | None]:
-    """Yield a Spark session. For few rows on one machine, yield None, because starting
-    a JVM would take longer than archiving the rows."""
-    engine = given.engine
-    if engine == "auto" and not (given.conf or running()):
-        rows = sum(
-            waiting(source, TABLES[name], age)[0] for name, age in chosen.items()
-        )
-        engine = "local" if rows <= FEW_ROWS else "spark"
-    if engine == "local":
-        yield None
-        return
-    with session("archive", dict(given.conf)) as spark:
-        yield spark
+def _on_spark(
+    source: SourceSpec, chosen: Mapping[str, dt.timedelta], given: argparse.Namespace
+) -> bool:
+    """Return whether the rows are archived on Spark. Few rows on one machine are not,
+    because starting a JVM would take longer than archiving them."""
+    if given.engine != "auto" or given.conf or running():
+        return bool(given.engine != "local")
+    rows = (waiting(source, TABLES[name], age)[0] for name, age in chosen.items())
+    return sum(rows) > FEW_ROWS
 
 
 def count_waiting(

@@ -27,6 +27,7 @@ from ..errors import VerificationRefused
 from ..lake import LakeTable
 from ..lakefile import DayFiles, LakeFile, checksum, kept_rows, rows_of
 from ..ledger import Ledger, Row, whose
+from ..progress import Step
 from ..rowhash import row_hashes
 from ..schemas import TABLES, Column
 
@@ -86,73 +87,73 @@ class Settled:
         )
 
 
-class Settling:
-    """Settles the archived rows of one table."""
+def settle(
+    log: BatchLog, ledger: Ledger, after: int, until: int, on_step: Step
+) -> Settled:
+    """Settle the rows of the batches after `after`, up to and including `until`."""
+    done = Settled()
+    amended: dict[LakeFile, set[Row]] = {}
+    for file in log.place.of_batches(log.service, after, until):
+        different: set[Row] = set()
+        for rows, columns in _slices(log, file, after, until):
+            hashes = row_hashes(rows, columns)
+            began = time.monotonic()
+            deleted, living = ledger.settle(rows, hashes, columns)
+            done.rows += deleted
+            different.update(living)
+            if ledger.spec.vendor == "sqlite":  # let others write
+                threading.Event().wait(time.monotonic() - began)
+        if different:
+            amended[file] = different
+            done.different += [one[0] for one in different]
+    on_step("settled")
+    if amended:
+        _amend(log, amended, after, until, on_step)
+    return done
 
-    def __init__(
-        self, log: BatchLog, ledger: Ledger, on_step: Callable[[str], None]
-    ) -> None:
-        self.log, self.ledger, self.on_step = log, ledger, on_step
-        self.place, self.table = log.place, log.table
 
-    def settle(self, after: int, until: int) -> Settled:
-        """Settle the rows of the batches after `after`, up to and including `until`."""
-        done = Settled()
-        amended: dict[LakeFile, set[Row]] = {}
-        for file in self.place.of_batches(self.log.service, after, until):
-            different: set[Row] = set()
-            for rows, columns in self._slices(file, after, until):
-                hashes = row_hashes(rows, columns)
-                began = time.monotonic()
-                deleted, living = self.ledger.settle(rows, hashes, columns)
-                done.rows += deleted
-                different.update(living)
-                if self.ledger.spec.vendor == "sqlite":  # let others write
-                    threading.Event().wait(time.monotonic() - began)
-            if different:
-                amended[file] = different
-                done.different += [one[0] for one in different]
-        self.on_step("settled")
-        if amended:
-            self._amend(amended, after, until)
-        return done
+def _slices(
+    log: BatchLog, file: LakeFile, after: int, until: int
+) -> Iterator[tuple[pa.RecordBatch, list[Column]]]:
+    """Yield the file's rows of these batches, in parts for short transactions, with the
+    columns that the checksums cover."""
+    for batch in rows_of(log.place.files, f"{log.place.root}/{file.path}"):
+        within = batch.filter(_of(batch, after, until))
+        for rows, columns in kept_rows(within, log.table):
+            most = rows.num_rows * SLICE_BYTES // (rows.nbytes + 1)
+            step = max(1, min(SLICE_ROWS, most))
+            for start in range(0, rows.num_rows, step):
+                yield rows.slice(start, step), columns
 
-    def _slices(
-        self, file: LakeFile, after: int, until: int
-    ) -> Iterator[tuple[pa.RecordBatch, list[Column]]]:
-        """Yield the file's rows of these batches, in parts for short transactions, with
-        the columns that the checksums cover."""
-        path = f"{self.place.root}/{file.path}"
-        for batch in rows_of(self.place.files, path):
-            within = batch.filter(_of(batch, after, until))
-            for rows, columns in kept_rows(within, self.table):
-                most = rows.num_rows * SLICE_BYTES // (rows.nbytes + 1)
-                step = max(1, min(SLICE_ROWS, most))
-                for start in range(0, rows.num_rows, step):
-                    yield rows.slice(start, step), columns
 
-    def _amend(self, amended: dict[LakeFile, set[Row]], after: int, until: int) -> None:
-        """Remove these rows from the lake, with one log entry."""
-        name, place = str(uuid.uuid4()), self.place
-        with place.discarding(self.log.service, [name]):
-            files = [
-                fresh
-                for number, (file, rows) in enumerate(amended.items())
-                for fresh in rewritten(
-                    place, [file], f"{name}-{number}",
-                    partial(_leaving_out, left=rows, after=after, until=until),
-                )
-            ]  # fmt: skip
-        self.on_step("amending")
-        ids = sorted(one[0] for one in set().union(*amended.values()))
-        self.log.enter(
-            self.log.last + 1,
-            files,
-            replaced=amended,
-            amended=ids[:1000],
-            touched=[[after + 1, until]],
-        )
-        self.on_step("amended")
+def _amend(
+    log: BatchLog,
+    amended: dict[LakeFile, set[Row]],
+    after: int,
+    until: int,
+    on_step: Step,
+) -> None:
+    """Remove these rows from the lake, with one log entry."""
+    name, place = str(uuid.uuid4()), log.place
+    with place.discarding(log.service, [name]):
+        files = [
+            fresh
+            for number, (file, rows) in enumerate(amended.items())
+            for fresh in rewritten(
+                place, [file], f"{name}-{number}",
+                partial(_leaving_out, left=rows, after=after, until=until),
+            )
+        ]  # fmt: skip
+    on_step("amending")
+    ids = sorted(one[0] for one in set().union(*amended.values()))
+    log.enter(
+        log.last + 1,
+        files,
+        replaced=amended,
+        amended=ids[:1000],
+        touched=[[after + 1, until]],
+    )
+    on_step("amended")
 
 
 def _of(batch: pa.RecordBatch, after: int, until: int) -> pa.Array:
