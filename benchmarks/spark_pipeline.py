@@ -36,7 +36,7 @@ import pyarrow.parquet as pq
 from benchmarks import pipeline_reconcile, stand
 from benchmarks.pipeline_ways import Bench, fill, turns
 from django_txmsg.spark.cli import parsed
-from django_txmsg.spark.jobs.outgoing import run_replay
+from django_txmsg.spark.jobs.outgoing import replay_command
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import OUTBOX
 from django_txmsg.spark.session import build
@@ -138,7 +138,7 @@ def measure_replay(bench: Bench, count: int) -> None:
         started = time.monotonic()
         words = ["--where", f"id <= {rows}", "--name", uuid.uuid4().hex]
         run = Run("replay", {})
-        run_replay(bench.spark, spec, parsed(["replay", *words]), run)
+        replay_command(spec, parsed(["replay", *words]), run)
         assert run.rows == rows
         return time.monotonic() - started
 

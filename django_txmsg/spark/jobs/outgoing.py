@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyspark.sql.functions as sf
 from pyspark.errors import AnalysisException, ParseException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 
 from ...rules import dead_letters
 from ..connection import connect_plain
@@ -40,20 +40,30 @@ from .running import job_session
 from .verify import Verified, read_back
 
 
-def run_replay(
-    spark: SparkSession, spec: JobSpec, given: argparse.Namespace, run: Run
-) -> None:
+def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     """Select messages, and store them again under the name of this replay. Report the
     stored messages.
 
     The default name is a digest of the options. So repeating a replay with the same
     options stores nothing. A redelivery is named after its run: it chooses only open
     dead letters.
+
+    Raises PipelineError. Without any selection, or if the options contradict each
+    other, Spark, which takes seconds to start, does not start.
     """
+    if not (given.where or given.verdict or given.request):
+        raise UsageError("Which messages? Give --where, --verdict or --request.")
+    insist_on_a_finding(given.verdict)
+    if given.table == "dead_letters" and given.mode == "copy":
+        raise UsageError(
+            "A dead letter is redelivered under its own id: --as copy is for the "
+            "outbox. The admin can send an edited copy."
+        )
     source = spec.service()
     table = DEAD_LETTERS if given.table == "dead_letters" else OUTBOX
     alone = dataclasses.replace(spec, services=(source,))
     with (
+        job_session(given) as spark,
         closing(connect_plain(source)) as connection,
         storing(connection, source),
         WholeLog(spark, alone) as log,
@@ -330,21 +340,6 @@ def _insist_on_bodies(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def _short(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].partition(";")[0].rstrip(".") + "."
-
-
-def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
-    """Run a replay. Raises PipelineError. Without any selection, or if the options
-    contradict each other, Spark, which takes seconds to start, does not start."""
-    if not (given.where or given.verdict or given.request):
-        raise UsageError("Which messages? Give --where, --verdict or --request.")
-    insist_on_a_finding(given.verdict)
-    if given.table == "dead_letters" and given.mode == "copy":
-        raise UsageError(
-            "A dead letter is redelivered under its own id: --as copy is for the "
-            "outbox. The admin can send an edited copy."
-        )
-    with job_session(given) as spark:
-        run_replay(spark, spec, given, run)
 
 
 def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
