@@ -75,8 +75,14 @@ _ADVICE = {
     "-f`), or use a file system that allows larger files, and run again.",
 }
 #: The errors of files and of the Delta library. Each driver of a database has its own
-#: OperationalError (PEP 249).
-_OUTSIDE = frozenset(["OSError", "DeltaError", "OperationalError"])
+#: OperationalError and InterfaceError (PEP 249).
+_OUTSIDE = frozenset(["OSError", "DeltaError", "OperationalError", "InterfaceError"])
+
+
+def is_outside(error: Exception) -> bool:
+    """Return whether an error says that a file, a database or a table's log cannot be
+    used."""
+    return not _OUTSIDE.isdisjoint(one.__name__ for one in type(error).__mro__)
 
 
 @contextmanager
@@ -89,9 +95,7 @@ def faults_told() -> Iterator[None]:
     except Exception as error:
         said = reason(error)
         advice = next((text for one, text in _ADVICE.items() if one in said), "")
-        if not advice and _OUTSIDE.isdisjoint(
-            one.__name__ for one in type(error).__mro__
-        ):
+        if not advice and not is_outside(error):
             raise
         if len(said) > 600:  # a query is at the beginning or at the end
             said = f"{said[:300]} … {said[-300:]}"

@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from deltalake import DeltaTable
 
@@ -236,5 +237,8 @@ def test_a_file_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with pytest.raises(EnvironmentFault, match="'/nowhere/report'"), faults_told():
         Path("/nowhere/report").read_text()
+    told = pytest.raises(EnvironmentFault, match="terminating connection")
+    with told, faults_told():
+        raise psycopg.errors.AdminShutdown("terminating connection")
     with pytest.raises(ValueError, match="bug"), faults_told():
         raise ValueError("a bug of ours")

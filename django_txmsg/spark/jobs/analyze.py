@@ -188,12 +188,8 @@ def usage(log: WholeLog, since: dt.datetime) -> list[dict[str, Any]]:
     runs = kept.where(
         (sf.col("job") != "follow") & (sf.col("started_at") >= timestamp(since))
     )
-    spent = {
-        row.service: row.seconds
-        for row in runs.groupBy("service")
-        .agg(sf.sum(seconds).alias("seconds"))
-        .collect()
-    }
+    by_service = runs.groupBy("service").agg(sf.sum(seconds)).collect()
+    spent = {row[0]: row[1] for row in by_service}
     return [one | {"seconds": spent.get(one["service"]) or 0.0} for one in found]
 
 

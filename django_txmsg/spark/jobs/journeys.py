@@ -81,13 +81,9 @@ class Looked:
 Tables = Mapping[str, Looked]
 
 
-def batches(tables: Tables) -> dict[str, list[int]]:
-    """Return a list for each table. The list contains the number of each service's last
-    batch, in the order of the services' names."""
-    return {
-        name: [last for _, last in sorted(one.batches.items())]
-        for name, one in tables.items()
-    }
+def batches(tables: Tables) -> dict[str, Mapping[str, int]]:
+    """Return the number of each service's last batch, for each table."""
+    return {name: one.batches for name, one in tables.items()}
 
 
 def looked_at(log: WholeLog, name: str) -> Looked:
@@ -256,7 +252,7 @@ class Journeys:
             return
         self.place = self.log.lake.table(NAME, _STRUCT)
         present = {table: looked_at(self.log, table) for table in _SIDES}
-        keep = self.keep and any(map(any, batches(present).values()))
+        keep = self.keep and any(any(one.batches.values()) for one in present.values())
         keep = keep and self._alone(stack)
         delta = self.place.ensure() if keep else self.place.load()
         if delta is None:
@@ -266,9 +262,7 @@ class Journeys:
         known = stands(self.log, brought(delta, self.service), present)
         if known is None:
             return
-        self.through = self.goal = known
-        if keep and batches(present) != batches(self.through):
-            self.goal = present
+        self.through, self.goal = known, present if keep else known
         self._count(())
 
     def _count(self, fresh: Sequence[LakeFile]) -> None:

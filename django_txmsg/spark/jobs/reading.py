@@ -22,7 +22,7 @@ from ..batchlog import marks_of
 from ..connection import connect_plain
 from ..databases import Database, open_database
 from ..engine import parallelism, spread
-from ..errors import EnvironmentFault, UsageError, reason
+from ..errors import EnvironmentFault, UsageError, is_outside, reason
 from ..lake import Lake, NoLake
 from ..lakefile import LakeFile
 from ..schemas import TABLES, Table, arrow_schema
@@ -80,8 +80,7 @@ def _read_live(
         try:
             yield from selection.read(live.database, where, live.snapshot)
         except Exception as error:
-            # Each driver has its own.
-            if type(error).__name__ != "OperationalError":
+            if not is_outside(error):
                 raise
             raise EnvironmentFault(
                 f"The database of service {live.service!r} failed: {reason(error)}."

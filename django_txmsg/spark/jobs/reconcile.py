@@ -144,18 +144,18 @@ def stuck_after(spec: JobSpec) -> dt.timedelta:
 
 @dataclass
 class Reconciliation:
-    """The result of `reconcile`: for each destination, the number of messages with each
-    verdict, and example findings."""
+    """The result of `reconcile`, as `--json` prints it: for each destination, the
+    number of messages with each verdict, and example findings."""
 
     horizon: dt.datetime
     counts: Counter[str] = field(default_factory=Counter)
-    fresh: Counter[str] = field(default_factory=Counter)
+    new: Counter[str] = field(default_factory=Counter)
     """Findings that no earlier run had, by verdict."""
-    unseen: Counter[str] = field(default_factory=Counter)
+    unacknowledged: Counter[str] = field(default_factory=Counter)
     """Findings that are not acknowledged, by verdict."""
     destinations: dict[str, Counter[str]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
-    unjudged: int = 0
+    not_judged: int = 0
     """The number of messages that are older than the log which should have them."""
     clocks: list[Difference] = field(default_factory=list)
     """Services whose clocks differ."""
@@ -242,7 +242,7 @@ def run_reconcile(
             outcomes = outcomes.unionByName(as_outcome(spark, counts))
         outcomes = outcomes.persist(StorageLevel.DISK_ONLY)
         summed = judging.summary(outcomes).toArrow().to_pylist()
-        found.unjudged = sum(one["messages"] for one in summed if not one["verdict"])
+        found.not_judged = sum(one["messages"] for one in summed if not one["verdict"])
         summed = [one for one in summed if one["verdict"]]
         for row in summed:
             place = found.destinations.setdefault(row["destination"] or "?", Counter())
@@ -271,7 +271,7 @@ def run_reconcile(
     run.counts = dict(found.counts)
     lost = LOST + STUCK
     bad = {"lost": lost, "new": lost, "findings": FINDINGS, "never": ()}
-    bearing = found.fresh if given.fail_on == "new" else found.unseen
+    bearing = found.new if given.fail_on == "new" else found.unacknowledged
     run.findings = any(bearing[kind] for kind in bad[given.fail_on])
     return found
 
@@ -381,9 +381,9 @@ def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
     unseen = findings.where("acknowledged_at IS NULL")
     counts = unseen.groupBy("verdict", new.alias("new")).count().collect()
     for kind, is_new, count in counts:
-        found.unseen[kind] += count
+        found.unacknowledged[kind] += count
         if is_new:
-            found.fresh[kind] = count
+            found.new[kind] = count
     shown = unseen.orderBy(~new, *_order()).limit(20)
     found.examples = [
         row.asDict()
@@ -418,14 +418,14 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Non
     for name, verdicts in sorted(found.destinations.items()):
         text = ", ".join(f"{n:,} {kind}" for kind, n in sorted(verdicts.items()))
         lines.append(f"  {name}: {text}")
-    if found.unjudged:
+    if found.not_judged:
         lines.append(
-            f"  {found.unjudged:,} messages have no verdict: they are older than the "
+            f"  {found.not_judged:,} messages have no verdict: they are older than the "
             "log of the service that should have sent or received them."
         )
-    if new := found.fresh.total():
+    if new := found.new.total():
         lines.append(f"  {new:,} findings are new.")
-    if unseen := found.unseen.total():
+    if unseen := found.unacknowledged.total():
         lines.append(f"  {unseen:,} findings not acknowledged: `pipeline findings`.")
     for one in found.examples:
         since = f", known since {one['known_since']}" if one["known_since"] else ""
@@ -441,11 +441,8 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Non
         f"does, add it: --service NAME=URL. If something else does: --external {name}."
         for name in found.not_received
     ]
-    run.facts = {
-        "horizon": found.horizon, "destinations": found.destinations,
-        "examples": found.examples, "not_received": found.not_received,
-        "new": found.fresh, "unacknowledged": found.unseen,
-        "not_judged": found.unjudged,
+    run.facts = vars(found) | {
+        "not_received": found.not_received,
         "clocks": [dataclasses.asdict(one) for one in found.clocks],
         "retired": [dataclasses.asdict(one) for one in found.retired],
-    }  # fmt: skip
+    }
