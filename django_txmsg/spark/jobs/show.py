@@ -12,20 +12,18 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import reduce
-from operator import or_
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from pyspark.sql import types as t
 
 from ...rules.dead_letters import resolver
 from ..batchlog import is_mounted
 from ..databases import open_database
-from ..errors import spoilt
 from ..lake import Lake
+from ..lakefile import rows_as
 from ..runs import Run
-from ..schemas import TABLES, Table, arrow_schema
+from ..schemas import TABLES, Table
 from ..spec import JobSpec, SourceSpec
 
 #: What happened at an instant of a row, in words that name other columns of it.
@@ -125,22 +123,13 @@ def _live(source: SourceSpec, table: Table, term: str) -> Iterator[dict[str, Any
 
 def _archived(lake: Lake, table: Table, term: str) -> Iterator[dict[str, Any]]:
     place = lake.table(table.name, table.lake_struct())
-    schema = arrow_schema(place.struct)
-    columns = [name for name in schema.names if name not in _HEAVY]
+    struct = t.StructType([f for f in place.struct.fields if f.name not in _HEAVY])
     with suppress(ValueError):
         term = str(uuid.UUID(term))
-    condition = reduce(or_, [pc.field(one) == term for one in _KEYS if one in columns])
-    for named in place.named():
-        path = f"{place.root}/{named.path}"
-        try:
-            rows = pq.read_table(
-                path, columns=columns, schema=schema, filesystem=place.files,
-                partitioning=None, filters=condition, page_checksum_verification=True,
-            )  # fmt: skip
-        except (OSError, pa.ArrowException) as error:
-            raise spoilt(path, error) from error
-        for row in rows.to_pylist():
-            yield row | {"service": named.service}
+    for batch in rows_as(place.files, place.root, struct, place.named()):
+        keys = [batch.column(one) for one in _KEYS if one in struct.names]
+        found = reduce(pc.or_kleene, [pc.equal(one, term) for one in keys])
+        yield from batch.filter(found).to_pylist()
 
 
 def _steps(
