@@ -448,7 +448,7 @@ def test_a_replay_beside_an_archive_finds_each_message_once(
         # Rows leave the database after its snapshot was taken,
         archive(spark, log, lake)
         log.send_many(5)
-        chosen = choose(whole, OUTBOX, parsed(["replay", "--where", "true"]))
+        chosen = choose(whole, OUTBOX, parsed(["replay", "--where", "true"]), [])
         # and after the files of the lake were named.
         archive(spark, log, lake)
         assert log.count() == 0

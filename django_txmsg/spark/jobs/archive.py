@@ -352,7 +352,7 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     if given.dry_run:
         if not given.accept_loss:
             is_mounted(replace(spec, services=(source,)))
-        count_waiting(source, chosen, given.stuck_after, run)
+        count_waiting(spec, given, run)
         return
     refused: list[str] = []
     seconds: dict[str, dict[str, float]] = {}
@@ -402,18 +402,13 @@ def _on_spark(
     return sum(rows) > FEW_ROWS
 
 
-def count_waiting(
-    source: SourceSpec,
-    chosen: Mapping[str, dt.timedelta],
-    stuck_after: dt.timedelta,
-    run: Run,
-) -> None:
+def count_waiting(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     """Count the rows that an archive would move now."""
-    for name, age in chosen.items():
-        run.counts[name], held = waiting(source, TABLES[name], age)
+    for name, age in ages(spec, given).items():
+        run.counts[name], held = waiting(spec.service(), TABLES[name], age)
         if run.counts[name]:
             run.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
-        _report_held(name, held, stuck_after, run)
+        _report_held(name, held, given.stuck_after, run)
     run.rows = sum(run.counts.values())
 
 

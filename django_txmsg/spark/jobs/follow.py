@@ -388,7 +388,7 @@ def follow_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     if given.dry_run:
         source = spec.service()
         is_mounted(replace(spec, services=(source,)))
-        count_waiting(source, ages(spec, given), given.stuck_after, run)
+        count_waiting(spec, given, run)
         with closing(connect_plain(source)) as connection:
             measured = _measured(connection, source, given)
         run.facts |= run.counts | {name: value for name, value, *_ in measured}

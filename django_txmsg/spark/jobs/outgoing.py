@@ -109,10 +109,7 @@ def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
 
 
 def choose(
-    log: WholeLog,
-    table: Table,
-    given: argparse.Namespace,
-    picked: Sequence[DataFrame] = (),
+    log: WholeLog, table: Table, given: argparse.Namespace, picked: Sequence[DataFrame]
 ) -> DataFrame:
     """Select messages from the lake and from the database. An archive may run at the
     same time: the snapshot of the database is taken before the lake is read, so no
@@ -269,17 +266,13 @@ def _store(
 
 
 def _redeliver(
-    chosen: DataFrame,
-    source: SourceSpec,
-    name: str,
-    given: argparse.Namespace,
-    run: Run,
+    rows: DataFrame, source: SourceSpec, name: str, given: argparse.Namespace, run: Run
 ) -> None:
-    """Request a bulk operation in which the app redelivers the chosen dead letters."""
+    """Request a bulk operation in which the app redelivers these dead letters."""
     if given.dry_run:
-        _show(chosen, name, run, "dead letters would be redelivered as")
+        _show(rows, name, run, "dead letters would be redelivered as")
         return
-    letters = [(row[0], row[1]) for row in chosen.select("id", "message_id").collect()]
+    letters = [(row[0], row[1]) for row in rows.select("id", "message_id").collect()]
     why = recordable(given.where) or given.verdict
     operation = ask_to_redeliver(
         source.resolved(), name, letters, rate=given.rate, why=why

@@ -367,10 +367,6 @@ class WholeLog:
         read = partial(_read_live, table, struct)
         return spread(self.spark, read, work, struct, len(work))
 
-    def horizon(self, grace: dt.timedelta) -> dt.datetime:
-        """Return the instant up to which every service's log is complete."""
-        return min(one.taken for one in self.live) - grace
-
 
 def day_of(since: dt.datetime) -> dt.date:
     """Return the first day to read: earlier than `since`, because clocks may differ."""

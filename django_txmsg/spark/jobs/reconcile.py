@@ -300,11 +300,13 @@ def _judgement(
         old: outbox_from[new] for old, new in spec.former.items() if new in outbox_from
     } | outbox_from
     stuck = stuck_after(spec) if given.stuck_after is None else given.stuck_after
+    # Up to then, every service's log is complete.
+    taken = min(one.taken for one in log.live)
     return Judgement(
-        horizon=log.horizon(given.grace),
+        horizon=taken - given.grace,
         late_after=dt.timedelta(seconds=general),
         late_at=[(one, dt.timedelta(seconds=limit)) for one, limit in late.items()],
-        stuck_before=log.horizon(stuck),
+        stuck_before=taken - stuck,
         external=(*spec.external, *given.external),
         external_senders=(*spec.external_senders, *given.external_sender),
         task_brokers=spec.task_brokers,
