@@ -62,12 +62,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Horizon:
-    """Two transaction ids of a PostgreSQL cluster. All transactions below `oldest` have
-    ended. `next` is not assigned yet. A row with an id of `next` or more was restored
-    from a dump of another cluster, so no transaction of this cluster has changed it."""
+    """The rows that may be archived: those that were settled before `cutoff`.
 
-    oldest: int
-    next: int
+    On PostgreSQL, no open transaction may have begun before they changed. All
+    transactions of the cluster below `oldest` have ended. `next` is not assigned yet. A
+    row with an id of `next` or more was restored from a dump of another cluster, so no
+    transaction of this cluster has changed it."""
+
+    cutoff: dt.datetime
+    oldest: int = 0
+    next: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,45 +176,40 @@ class Ledger:
         EnvironmentFault, without waiting, if another archiver holds the lock."""
         return archiving(self.connection, self.spec, self.table.name)
 
-    def clock(self) -> tuple[dt.datetime, Horizon | None]:
-        """Return the current time of the database and, on PostgreSQL, the horizon."""
+    def horizon(self, older_than: dt.timedelta) -> Horizon:
+        """Return the present horizon for rows that must be older than `older_than`."""
         if self.spec.vendor == "sqlite":
-            return self.connection.clock(), None
+            return Horizon(self.connection.clock() - older_than)
         now, oldest, following = self.connection.rows(
             "SELECT now(), pg_snapshot_xmin(s)::text::bigint,"
             " pg_snapshot_xmax(s)::text::bigint FROM pg_current_snapshot() AS s"
         )[0]
-        return now, Horizon(oldest, following)
+        return Horizon(now - older_than, oldest, following)
 
-    def waiting(self, cutoff: dt.datetime, horizon: Horizon | None) -> int:
+    def waiting(self, horizon: Horizon) -> int:
         """Return the number of rows that can be archived now."""
-        where = self._settled(cutoff, horizon)
+        where = self._settled(horizon)
         sql = f"SELECT count(*) FROM {self.table.relation} t WHERE {where}"
         return int(self.connection.value(sql))
 
-    def held(self, cutoff: dt.datetime, horizon: Horizon | None) -> Held:
+    def held(self, horizon: Horizon) -> Held:
         """Return the open transaction that keeps settled rows from being archived, and
         how many rows wait for its end. Returns `Held(0)` if no row waits."""
-        if horizon is None or not self.table.tracked:
+        if not (horizon.next and self.table.tracked):
             return Held(0)
         rows = self.connection.value(
             f"SELECT count(*) FROM {self.table.relation} t WHERE"
-            f" {self._settled(cutoff, None)} AND t.changed_xid >="
+            f" {self._settled(Horizon(horizon.cutoff))} AND t.changed_xid >="
             f" '{horizon.oldest}'::xid8 AND t.changed_xid < '{horizon.next}'::xid8"
         )
         return held(self.connection, rows)
 
     def plan(
-        self,
-        number: int,
-        after: int,
-        rows: int,
-        cutoff: dt.datetime,
-        horizon: Horizon | None,
+        self, number: int, after: int, rows: int, horizon: Horizon
     ) -> Batch | None:
         """Select the next batch: up to `rows` rows with ids above `after`, and at most
         about BATCH_BYTES bytes. Returns None if there are no rows."""
-        where = self._settled(cutoff, horizon)
+        where = self._settled(horizon)
         heavy = [one.sql for one in self.table.columns if one.kind == "bytes"]
         size = " + ".join(f"length({name})" for name in heavy) or "0"
         first, last = self.connection.rows(
@@ -223,7 +222,7 @@ class Ledger:
         if first is None:
             return None
         members = f"t.id BETWEEN {first} AND {last} AND {where}"
-        return Batch(number, first, last, cutoff, members, str(uuid.uuid4()))
+        return Batch(number, first, last, horizon.cutoff, members, str(uuid.uuid4()))
 
     def purge(
         self,
@@ -277,7 +276,7 @@ class Ledger:
     ) -> dict[Row, tuple[int, bool]]:
         """Return the checksums of rows, and whether they are settled. No other session
         can change the settled rows before the transaction ends."""
-        settled = self._settled(self.clock()[0], None)
+        settled = self._settled(Horizon(self.connection.clock()))
         rows = f"FROM {self.table.relation} AS t WHERE {where}"
         postgresql = self.spec.vendor == "postgresql"
         # Another row may be locked for as long as its handler runs.
@@ -306,10 +305,10 @@ class Ledger:
         if self.spec.vendor == "postgresql":
             self.connection.forget(f"VACUUM (ANALYZE) {self.table.relation}")
 
-    def _settled(self, cutoff: dt.datetime, horizon: Horizon | None) -> str:
-        literal = self.database.instant(cutoff, upper=False)
+    def _settled(self, horizon: Horizon) -> str:
+        literal = self.database.instant(horizon.cutoff, upper=False)
         where = f"({self.table.settled.sql('t', cutoff=literal)})"
-        if horizon is not None and self.table.tracked:
+        if horizon.next and self.table.tracked:
             where += (
                 " AND (t.changed_xid IS NULL OR t.changed_xid <"
                 f" '{horizon.oldest}'::xid8 OR t.changed_xid >="

@@ -41,7 +41,7 @@ from django_txmsg.monitoring.status import Status
 from django_txmsg.rules import outbox as outbox_rules
 from django_txmsg.spark.alerts import lag
 from django_txmsg.spark.connection import connect_plain
-from django_txmsg.spark.ledger import Ledger
+from django_txmsg.spark.ledger import Horizon, Ledger
 from django_txmsg.spark.schemas import TABLES
 from tests import factories as make
 from tests.factories import ago
@@ -287,7 +287,7 @@ def archivable(table: str) -> bool:
     """Return whether `pipeline archive` would take a row of a table."""
     ledger = Ledger(source_spec("default", "tests"), TABLES[table])
     try:
-        return bool(ledger.waiting(ago(days=7), None))
+        return bool(ledger.waiting(Horizon(ago(days=7))))
     finally:
         ledger.close()
 

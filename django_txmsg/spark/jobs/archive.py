@@ -135,9 +135,8 @@ class Archiver:
                 )
                 if self.mark.purged_through < self.log.last:
                     self._resume()
-                now, self.horizon = self.ledger.clock()
-                self.cutoff = now - self.options.older_than
-                self.progress.reset(self.ledger.waiting(self.cutoff, self.horizon))
+                self.horizon = self.ledger.horizon(self.options.older_than)
+                self.progress.reset(self.ledger.waiting(self.horizon))
                 with (
                     self.log.place.discarding(self.source.service, self.unnamed),
                     ThreadPoolExecutor(max_workers=1) as beside,
@@ -147,8 +146,9 @@ class Archiver:
                     self._advance(self.log.last)
                 if self.result.rows and self.options.vacuum:
                     self.ledger.vacuum()
-                horizon = self.ledger.clock()[1]
-                self.result.held = self.ledger.held(self.cutoff, horizon)
+                now = self.ledger.horizon(self.options.older_than)
+                now = replace(now, cutoff=self.horizon.cutoff)
+                self.result.held = self.ledger.held(now)
         finally:
             self.ledger.close()
             self.progress.clear()
@@ -235,7 +235,7 @@ class Archiver:
         while len(wave) < self._wave():
             number += 1
             rows = self.options.batch_rows
-            batch = self.ledger.plan(number, after, rows, self.cutoff, self.horizon)
+            batch = self.ledger.plan(number, after, rows, self.horizon)
             if batch is None:
                 break
             wave.append(batch)
@@ -433,9 +433,8 @@ def waiting(
     """Return two values: the number of rows that can be archived now, and a description
     of the rows that cannot be archived until an open transaction has ended."""
     with closing(Ledger(source, table)) as ledger:
-        now, horizon = ledger.clock()
-        cutoff = now - older_than
-        return ledger.waiting(cutoff, horizon), ledger.held(cutoff, horizon)
+        horizon = ledger.horizon(older_than)
+        return ledger.waiting(horizon), ledger.held(horizon)
 
 
 def ages(spec: JobSpec, given: argparse.Namespace) -> dict[str, dt.timedelta]:
