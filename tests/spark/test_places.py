@@ -81,7 +81,7 @@ def test_a_stage_that_was_renamed_since_ends_where_the_new_one_begins() -> None:
     assert run.fresh == [
         Listener(TOPIC, "b/old", EVER, at(60)), Listener(TOPIC, "b/new", NOW),
     ]  # fmt: skip
-    assert [one.consumer for one in run.retired] == ["b/old"]
+    assert [one.consumer for one in run.expected if one.until] == ["b/old"]
     expected = {"b/old": (EVER, at(60)), "b/new": (at(60), None)}
     assert who(known, found, declared("new")) == expected
     # The next run knows, and notes nothing again.

@@ -293,10 +293,8 @@ class Follower:
         begin = min(until, judged or until) - self.given.since
         words = ["--since", begin.isoformat()]
         words += ["--grace", f"{self.given.grace.total_seconds()}s"]
-        for name in self.given.external:
-            words += ["--external", name]
-        for name in self.given.external_sender:
-            words += ["--external-sender", name]
+        words += [f"--external={name}" for name in self.given.external]
+        words += [f"--external-sender={name}" for name in self.given.external_sender]
         return words
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:

@@ -74,11 +74,6 @@ class Listeners:
     fresh: list[Listener]
     """To be noted in the lake."""
 
-    @property
-    def retired(self) -> list[Listener]:
-        """Those that once received, and are expected no more."""
-        return [one for one in self.expected if one.until is not None]
-
 
 def read_places(steps: DataFrame) -> list[Place]:
     """Compute the places of these steps and return them as objects."""
@@ -262,10 +257,7 @@ def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Non
         run.lines += [
             f"{one.destination} at {one.consumer}: {_interval(one)}" for one in found
         ]
-        run.facts["listeners"] = [
-            {name: value and str(value) for name, value in asdict(one).items()}
-            for one in found
-        ]
+        run.facts["listeners"] = list(map(asdict, found))
         return
     pair = destination, consumer = tuple(given.retire)
     if not wire.is_topic(destination) or "/" not in consumer:

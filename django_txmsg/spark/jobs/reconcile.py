@@ -236,7 +236,8 @@ def run_reconcile(
         of_flows = flows.verdicts(rest, journeys)
         if of_flows is not None:
             verdicts = verdicts.unionByName(of_flows)
-        found = Reconciliation(by.horizon, clocks=clocks, retired=listening.retired)
+        retired = [one for one in listening.expected if one.until is not None]
+        found = Reconciliation(by.horizon, clocks=clocks, retired=retired)
         outcomes = judging.outcome(verdicts)
         if counts:
             outcomes = outcomes.unionByName(as_outcome(spark, counts))

@@ -184,7 +184,7 @@ def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     as refused. Raises EnvironmentFault if there is no lake."""
     lake = Lake(spec.lake_spec())
     service = spec.service().service
-    found: dict[str, Verified] = {}
+    problems: list[str] = []
     alone = JobSpec((spec.service(),), spec.lake)
     with job_session(given) as spark, WholeLog(spark, alone) as log:
         for name, table in TABLES.items():
@@ -193,22 +193,18 @@ def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
             if delta is None:
                 continue
             named = place.named(delta, service)
-            done = found[name] = Verified(files=len(named))
+            done = Verified(files=len(named))
             intact = read_back(spark, lake.spec, table, named, delta, done)
             _look_for_doubles(log, place, delta, intact, done)
             run.rows += done.rows
             run.counts[name] = done.rows
-    run.lines = [
-        f"{name}: {one.files:,} files and {one.batches:,} batches are as the log says"
-        + (
-            f", {one.unproven:,} batches have no sum to compare with"
-            * bool(one.unproven)
-        )
-        + "."
-        for name, one in found.items()
-        if not one.problems
-    ]
-    problems = [problem for one in found.values() for problem in one.problems]
+            problems += done.problems
+            if not done.problems:
+                line = f"{name}: {done.files:,} files and {done.batches:,} batches are"
+                line += " as the log says"
+                if done.unproven:
+                    line += f", {done.unproven:,} batches have no sum to compare with"
+                run.lines.append(f"{line}.")
     if problems:
         run.refused, run.error = True, "\n".join(problems)
     run.lines += problems
