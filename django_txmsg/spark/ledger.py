@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -20,7 +20,6 @@ import pyarrow as pa
 from .connection import Connection, Held, connect_plain, held
 from .databases import open_database, read_rows
 from .errors import EnvironmentFault
-from .lock import archiving
 from .rowhash import postgres_sql, row_hashes
 from .schemas import Column, Table
 from .spec import SourceSpec
@@ -170,11 +169,6 @@ class Ledger:
     def close(self) -> None:
         """Close the connection, which also releases the lock."""
         self.connection.close()
-
-    def lock(self) -> AbstractContextManager[None]:
-        """Hold the archive lock of this table while the block runs. Raises
-        EnvironmentFault, without waiting, if another archiver holds the lock."""
-        return archiving(self.connection, self.spec, self.table.name)
 
     def horizon(self, older_than: dt.timedelta) -> Horizon:
         """Return the present horizon for rows that must be older than `older_than`."""

@@ -15,11 +15,11 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import IO, Any
 from urllib.parse import urlsplit
 
@@ -203,7 +203,7 @@ class SparkProcess:
         self._out: IO[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._words: tuple[str, ...] = ()
-        self._read = self._runs = 0
+        self._runs = 0
         self._since, self._error = 0.0, ""
 
     def start(self, job: str, *words: str) -> None:
@@ -228,13 +228,15 @@ class SparkProcess:
 
     def _launch(self) -> None:
         words = [f"--conf={name}={value}" for name, value in self.settings]
-        self._out = tempfile.TemporaryFile()  # noqa: SIM115 - stop() closes them
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(  # noqa: S603 - our own words
-            [sys.executable, "-m", "django_txmsg.spark.worker", *words],
-            stdin=subprocess.PIPE, stdout=self._out, stderr=self._errors,
-            env=os.environ | {"PYTHONPATH": python_path()},
-        )  # fmt: skip
+        with NamedTemporaryFile() as out, NamedTemporaryFile() as errors:
+            self._process = subprocess.Popen(  # noqa: S603 - our own words
+                [sys.executable, "-m", "django_txmsg.spark.worker", *words],
+                stdin=subprocess.PIPE, stdout=out, stderr=errors,
+                env=os.environ | {"PYTHONPATH": python_path()},
+            )  # fmt: skip
+            # Reading must not move the position at which the process writes.
+            self._out = open(out.name, "rb")  # noqa: SIM115 - stop() closes them
+            self._errors = open(errors.name, "rb")  # noqa: SIM115
 
     def poll(self) -> dict[str, Any] | None:
         """Return the result of the run if it has ended: the name of the `job`, and its
@@ -265,23 +267,18 @@ class SparkProcess:
         """Return the facts of the run. The process prints them as one line of JSON.
         Returns None if that line has not been printed yet."""
         assert self._out is not None
-        # The process writes where the file's position is: reading must not move it.
-        text = os.pread(self._out.fileno(), 1 << 24, self._read)
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.splitlines():
-            try:
+        while line := self._out.readline():
+            if not line.endswith(b"\n"):
+                self._out.seek(-len(line), os.SEEK_CUR)  # its end comes later
+                break
+            with suppress(ValueError):  # another library's
                 facts: dict[str, Any] = json.loads(line)
-            except ValueError:
-                continue  # another library's
-            return facts
+                return facts
         return None
 
     def _last_words(self) -> str:
         assert self._errors is not None
-        size = os.fstat(self._errors.fileno()).st_size
-        start = max(0, size - LONGEST_ERROR)
-        text = os.pread(self._errors.fileno(), LONGEST_ERROR, start)
+        text = self._errors.read()[-LONGEST_ERROR:]
         return text.decode(errors="replace").strip()
 
     def stop(self) -> None:
@@ -295,4 +292,4 @@ class SparkProcess:
             with suppress(OSError):  # what the ended process has not read
                 one.close()
         self._process, self.job = None, ""
-        self._read = self._runs = 0
+        self._runs = 0

@@ -27,6 +27,7 @@ from ..connection import Connection, Held
 from ..engine import gather, on_one_machine, parallelism
 from ..errors import UsageError
 from ..ledger import Batch, Different, Ledger
+from ..lock import archiving
 from ..progress import Step, no_step, progress_bar
 from ..runs import Run
 from ..schemas import TABLES, Table
@@ -129,7 +130,7 @@ class Archiver:
     def run(self) -> ArchiveResult:
         """Settle the batches of an earlier run, then archive all settled rows."""
         try:
-            with self.ledger.lock():
+            with archiving(self.ledger.connection, self.source, self.table.name):
                 self.log, self.mark = agreed(
                     self.ledger, self.lake, accept_loss=self.options.accept_loss
                 )

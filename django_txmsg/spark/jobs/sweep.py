@@ -23,8 +23,7 @@ from ..errors import (
 )
 from ..lake import CommitFailedError, Lake, LakeTable, touched
 from ..lakefile import LakeFile
-from ..ledger import Ledger
-from ..lock import Taken, keeping
+from ..lock import Taken, archiving, keeping
 from ..progress import progress_bar
 from ..runs import Run
 from ..schemas import TABLES
@@ -149,14 +148,15 @@ def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
 @contextmanager
 def _alone(service: SourceSpec, name: str) -> Iterator[None]:
     """Hold the lock of a table while the block runs, if the table has one."""
-    if name in TABLES:
-        with closing(Ledger(service, TABLES[name])) as ledger, ledger.lock():
-            yield
-    elif name == "journeys":
-        with closing(connect_plain(service)) as held, keeping(held, service):
-            yield
-    else:
+    if name not in (*TABLES, "journeys"):
         yield
+        return
+    with closing(connect_plain(service)) as connection:
+        lock = keeping(connection, service)
+        if name in TABLES:
+            lock = archiving(connection, service, name)
+        with lock:
+            yield
 
 
 def _remove_orphans(
