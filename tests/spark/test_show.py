@@ -102,5 +102,7 @@ def test_a_resolved_letter_is_shown_with_its_resolver(
 )
 def test_an_unreachable_database_is_told_in_a_sentence(url: str) -> None:
     spec = JobSpec((SourceSpec("shop", url),))
-    with pytest.raises(EnvironmentFault, match=r"unable to open|[Cc]onnection refused"):
+    with pytest.raises(
+        EnvironmentFault, match=r"no SQLite database|[Cc]onnection refused"
+    ):
         run(spec, "show", "k")
