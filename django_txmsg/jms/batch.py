@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..envelope.key_order import KeyOrder
 from . import destination as destinations
+from .bases import SendingSession
 from .destination import Destination
 from .errors import (
     ConnectionLostError,
@@ -33,7 +34,6 @@ from .errors import (
 )
 from .ledger import Pending
 from .message import DEFAULT, Encoded, Message, transaction_line
-from .producer import SendingSession
 from .transaction import Transaction
 
 Outcomes = list[MessagingError | None]

@@ -20,11 +20,11 @@ from datetime import timedelta
 from typing import Any
 
 from . import completion
+from .bases import Closing, Liveness
 from .completion import CompletionFuture, CompletionListener
 from .consumer import AckMode, MessageConsumer
 from .destination import Destination
 from .errors import ConnectionFailedError
-from .liveness import Closing, Liveness
 from .message import DeliveryMode, Message
 from .options import Options, read_url
 from .session import Session

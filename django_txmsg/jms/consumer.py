@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
+from .bases import Closing
 from .destination import Destination
 from .errors import (
     ConnectionLostError,
@@ -24,7 +25,6 @@ from .errors import (
 )
 from .frames import Frame, encode
 from .link import Link
-from .liveness import Closing
 from .message import Message
 
 logger = logging.getLogger("django_txmsg.jms.consumer")

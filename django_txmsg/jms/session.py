@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from . import batch, frames
 from . import destination as destinations
+from .bases import Liveness, SendingSession
 from .consumer import AckMode, MessageConsumer
 from .destination import Destination
 from .errors import (
@@ -20,9 +21,8 @@ from .errors import (
     MessagingError,
     TransactionRolledBackError,
 )
-from .liveness import Liveness
 from .message import Message
-from .producer import MessageProducer, SendingSession
+from .producer import MessageProducer
 from .transaction import Transaction
 
 logger = logging.getLogger("django_txmsg.jms.session")
