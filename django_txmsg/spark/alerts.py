@@ -219,12 +219,12 @@ def count_lost(
     connection: Connection, source: SourceSpec, verdicts: Sequence[str]
 ) -> Counter[str]:
     """Count the unacknowledged findings with one of `verdicts` that no earlier call has
-    counted, by verdict, and mark them as counted. Call it in the transaction that
+    seen, by verdict, and mark all findings as counted. Call it in the transaction that
     stores the count: if that transaction fails, the next call counts them again."""
     rows = connection.rows(
         "UPDATE django_txmsg_finding SET counted = TRUE WHERE service = %s"
         f" AND verdict IN ({', '.join(['%s'] * len(verdicts))})"
-        " AND NOT counted AND acknowledged_at IS NULL RETURNING verdict",
+        " AND NOT counted RETURNING verdict, acknowledged_at",
         source.service, *verdicts,
     )  # fmt: skip
-    return Counter(verdict for (verdict,) in rows)
+    return Counter(verdict for verdict, known_since in rows if known_since is None)

@@ -97,21 +97,23 @@ class Noted:
         """Store the findings of a run. An earlier finding is deleted if this run has
         not found it again. Acknowledged findings stay. But a finding that comes back
         is no longer acknowledged, and counts as new."""
-        names = ("id", "service", *COLUMNS[:8])
+        names = ("id", "service", *COLUMNS[:8], "counted")
         update = "sender", "sent_at", "found_at", "seen_at"
-        notes = "acknowledged_at", "acknowledged_by", "note", "counted"
+        notes = "acknowledged_at", "acknowledged_by", "note"
         changes = [f"{name} = excluded.{name}" for name in update]
         changes += [
             f"{name} = CASE WHEN excluded.found_at < excluded.seen_at THEN old.{name}"
             f" ELSE excluded.{name} END"
             for name in notes
         ]
+        # One that was there before, and was left out since, is not new.
+        changes.append("counted = old.counted AND excluded.counted")
         lines = [
             (
                 uuid.uuid5(uuid.NAMESPACE_OID, self._digest(one)), self.source.service,
                 one["verdict"], uuid.UUID(one["message_id"]), one["destination"] or "",
                 one["sender"] or "", one["consumer"] or "", one["sent_at"],
-                one["found_at"], seen_at,
+                one["found_at"], seen_at, one["found_at"] < seen_at,
             )
             for one in findings
         ]  # fmt: skip

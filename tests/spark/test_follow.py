@@ -38,7 +38,7 @@ from django_txmsg.spark.jobs.follow import Follower
 from django_txmsg.spark.lock import archiving
 from django_txmsg.spark.lock import following as alone
 from django_txmsg.spark.models import PipelineAlert
-from django_txmsg.spark.noted import Noted
+from django_txmsg.spark.noted import Noted, Which
 from django_txmsg.spark.runs import Run, recorded
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
@@ -694,6 +694,24 @@ def test_findings_are_counted_once_if_a_check_falls_before_the_end_of_their_run(
             finding["found_at"] = run.started_at
             Noted(log.spec).keep([finding], run.started_at)
         assert alerts.count_lost(connection, log.spec, LOST) == found
+
+
+def test_findings_that_were_known_before_are_not_counted_as_new(
+    log: Log, lake: LakeSpec
+) -> None:
+    spec, noted = JobSpec((log.spec,), lake), Noted(log.spec)
+    with log.connected() as connection:
+        with recorded(spec, "reconcile", {}) as run:
+            acknowledged, left_out = finding_of(run), finding_of(run)
+            noted.keep([acknowledged], run.started_at)
+        noted.acknowledge(Which(), "ann", "known")
+        assert alerts.count_lost(connection, log.spec, LOST) == {}
+        noted.reopen(Which())
+        # Of too many findings, the database has only the worst.
+        with recorded(spec, "reconcile", {}) as run:
+            noted.keep([acknowledged, left_out], run.started_at)
+
+        assert alerts.count_lost(connection, log.spec, LOST) == {}
 
 
 def test_instants_that_are_compared_are_of_the_databases_clock(pg_log: Log) -> None:
