@@ -79,7 +79,8 @@ def run_flow(
                 number % 200 > 99
             ]
             buried.append(
-                {"message_id": first, "created_at": announced, "fingerprint": "",
+                {"message_id": first, "created_at": announced,
+                 "fingerprint": reason[:16],
                  "headers": {"txmsg-id": str(first), "txmsg-key": "k", "own": "1"},
                  "body": json.dumps({"number": number}).encode(),
                  "exception": f"ValueError: {reason}"}
