@@ -140,8 +140,8 @@ def test_interrupted_send_does_not_block_the_others(
         raise TimeoutError
 
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(together.send, outgoing(destination, 1))
-        wait_until(lambda: together.sending)
+        leader = pool.submit(together.send, outgoing(destination, 1))
+        wait_until(lambda: together.leader is not None)
         before = signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(TimeoutError):
@@ -149,7 +149,7 @@ def test_interrupted_send_does_not_block_the_others(
         signal.signal(signal.SIGALRM, before)
         follower = pool.submit(together.send, outgoing(destination, 3))
         proxy.resume()
-        assert (first.result(60), follower.result(60)) == (None, None)
+        assert (leader.result(60), follower.result(60)) == (None, None)
     together.send(outgoing(destination, 4))
     assert sorted(arrived(destination)) == ["m-1", "m-3", "m-4", "m-99"]
 
@@ -190,7 +190,7 @@ def test_two_silent_hosts_cost_a_request_its_timeout_and_no_more(destination) ->
             assert 0.5 <= took < 30
             control_connection.close_channels()
     # With the hosts gone, so is who was still connecting to them.
-    wait_until(lambda: not silent.sending)
+    wait_until(lambda: silent.leader is None)
 
 
 def test_a_silent_host_does_not_hide_the_next(activemq, destination) -> None:

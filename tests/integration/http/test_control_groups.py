@@ -310,7 +310,7 @@ def test_where_no_thread_can_start_requests_go_on(grouped, monkeypatch, heard) -
         control_connection.close_channels()
         control_group._groups.clear()
         store()
-    assert "txmsg-control-send" in refused
+    assert "txmsg-control-connect" in refused
     assert [one["outcome"] for one in heard["sent"]][-1] == "failed"
     wait_until(lambda: store() is None and heard["sent"][-1]["outcome"] == "sent")
     # Nothing is left behind that keeps the next one from being opened beside them.
