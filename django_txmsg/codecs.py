@@ -134,8 +134,9 @@ def contract_path() -> Path:
 def _committed() -> dict[str, Any]:
     """Return the messages of the committed contract, if there is one. Log an error if
     its file cannot be read."""
-    file = contract_path()
+    file = None
     try:
+        file = contract_path()
         contract = json.loads(file.read_text("utf-8"))
         return dict(contract["components"]["messages"])
     except FileNotFoundError:

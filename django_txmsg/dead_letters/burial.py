@@ -22,6 +22,7 @@ from ..models.dead_letter import Resolution
 from ..models.fields import Holds, clock
 from ..models.outbox_claim import Claimed
 from ..rules import inbox
+from ..rules.dead_letters import BODY_TOO_LONG
 from ..sending import answering
 from ..stages import all_stages
 
@@ -64,6 +65,9 @@ def bury(
     # Locked: if pruning has just deleted it, another one is created.
     same = letters.filter(message_id=message_id, stage=stage).select_for_update()
     known = same.order_by("-id").first()
+    # A cut body stays cut, whatever the handler has made of it.
+    if letters.filter(message_id=message_id, reason=BODY_TOO_LONG).exists():
+        values["reason"] = BODY_TOO_LONG
     if known is not None and bytes(known.body) == body:
         letters.filter(pk=known.pk).update(
             **values,

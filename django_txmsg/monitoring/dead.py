@@ -43,7 +43,8 @@ class Dead:
 def place(stage: str, destination: str, reason: str) -> str:
     """Return the stage that gave up a message. Without a stage, return the relay that
     could not send it, or the broker that has dead-lettered it."""
-    without = "broker of" if reason == "broker" else "relay to"
+    received = reason in ("broker", dead_letters.BODY_TOO_LONG)
+    without = "broker of" if received else "relay to"
     return stage or f"{without} {destination}"
 
 

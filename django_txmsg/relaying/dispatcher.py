@@ -74,12 +74,13 @@ class Dispatcher:
     def wake(self, ids: list[int]) -> None:
         """Request the dispatch of these rows. Never blocks and never fails."""
         with self._thread.changed:
-            if len(self._waiting) >= MAX_WAITING:
-                log.debug("dispatcher is behind; %d rows wait for the relay", len(ids))
-                return
-            self._waiting.append(ids)
-            self.due = min(self.due, self._rested)
-            self._thread.add(self)
+            behind = len(self._waiting) >= MAX_WAITING
+            if not behind:
+                self._waiting.append(ids)
+                self.due = min(self.due, self._rested)
+                self._thread.add(self)
+        if behind:
+            log.debug("dispatcher is behind; %d rows wait for the relay", len(ids))
 
     def stop(self, timeout: float) -> None:
         """Dispatch the waiting messages, and end the thread. Waits for at most

@@ -11,6 +11,8 @@ import amqp
 import pytest
 
 from django_txmsg import jms
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.jms.frames import FrameParser
 from django_txmsg.models import DeadLetter, InboxMessage
 from tests.faults import wait_until
@@ -92,12 +94,18 @@ def test_body_that_is_cut_reaches_the_handler_only_by_force(
 ) -> None:
     monkeypatch.setattr(FrameParser.__init__, "__defaults__", (100_000,))
     sizes: list[int] = []
+
+    def fails(message: Message) -> None:
+        sizes.append(len(message.body))
+        raise ValueError("not whole")
+
+    once = RedeliveryPolicy(max_redeliveries=0)
     sent = jms.Message(b"b" * 200_000, {"txmsg-id": str(uuid.uuid4())})
     with jms.ConnectionFactory(rabbitmq.url()).create_connection() as connection:
         connection.create_session().create_producer(destination).send(sent)
     with (
         txmsg(BROKERS={"default": {"URL": rabbitmq.url()}}),
-        declared(lambda message: sizes.append(len(message.body)), destination) as stage,
+        declared(fails, destination, redelivery=once) as stage,
     ):
         if place == "stage":
             with running(stage):
@@ -113,7 +121,11 @@ def test_body_that_is_cut_reaches_the_handler_only_by_force(
         assert redelivered(force=True).done == 1
         ship()
         with running(stage):
-            wait_until(lambda: sizes == [1 << 16], deadline=60)
+            again = DeadLetter.objects.filter(exception__contains="not whole")
+            wait_until(again.exists, deadline=60)
+        assert again.get().reason == "body_too_long"
+        assert sizes == [1 << 16]
+        assert redelivered(force=False).done == 0, "its body is still cut"
 
 
 def test_a_volatile_message_goes_to_a_durable_queue_and_outlives_its_sender(
