@@ -21,6 +21,8 @@ from django_txmsg.brokers.amqp import frames
 from django_txmsg.brokers.amqp.link import CONSUMING
 from django_txmsg.brokers.amqp.session import AmqpSession, _heart
 from django_txmsg.brokers.base import Delivery, Outgoing, Session
+from django_txmsg.consuming.decoding import MAX_HEADER_BLOCK
+from django_txmsg.envelope.message import Message
 from django_txmsg.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -29,9 +31,10 @@ from django_txmsg.errors import (
     DispatchRejected,
     DispatchUnknown,
 )
+from django_txmsg.models import DeadLetter
 from django_txmsg.testing.broker_suite import bodies, take
 from tests.faults import ANSWERS, REQUESTS, Proxy, wait_until
-from tests.running import committing, declared, running, txmsg
+from tests.running import committing, declared, put, running, txmsg
 from tests.services import ByAmqp, RabbitMQ
 from tests.services.stomp_server import ALLOWED, LIMITED_USER, PASSWORD, USER
 
@@ -89,6 +92,29 @@ def test_amqp_at_a_stomp_port_names_the_amqp_port(
     url = f"amqp://{USER}:{PASSWORD}@127.0.0.1:{port}?connect_timeout=5"
     with pytest.raises(BrokerUnavailable, match=r"its AMQP port \(5672, .*\)\.$"):
         opened(url).ping()
+
+
+# -- large headers -----------------------------------------------------------------
+
+
+@committing
+def test_headers_longer_than_an_agreed_frame_hold_up_no_other_message(
+    rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, destination: str
+) -> None:
+    """RabbitMQ sends headers in one frame, however long they are."""
+    big = {f"h{n}": str(n % 10) * 8000 for n in range(MAX_HEADER_BLOCK // 8000 + 1)}
+    got: list[Message] = []
+    with txmsg(BROKERS={"default": {"URL": rabbitmq.url()}}):
+        put(destination, b"its body", {"content-type": "text/plain", **big})
+        good = put(destination)
+    with (
+        txmsg(BROKERS={"default": {"URL": rabbitmq_amqp.url()}}),
+        declared(got.append, destination) as stage,
+        running(stage),
+    ):
+        wait_until(lambda: bool(got) and DeadLetter.objects.exists(), deadline=60)
+    assert [one.id for one in got] == [good]
+    assert DeadLetter.objects.get().reason == "headers_too_large"
 
 
 # -- queues ------------------------------------------------------------------------

@@ -34,6 +34,9 @@ _BANNER = b"AMQP\x00\x00\x09\x01"
 _HEADER = struct.Struct(">BHI")
 _AT_ONCE = 256 * 1024
 _END = 0xCE
+#: Most bytes of a frame, if no longer one was agreed at the login. RabbitMQ splits a
+#: body into agreed frames, but never the headers. They also grow in its queues.
+LONGEST_HEADERS = 64 * 1024 * 1024
 
 #: Type, channel and payload.
 Frame = tuple[int, int, bytes]
@@ -163,11 +166,12 @@ class Transport:
     def frames(self, most: int) -> Iterator[Frame]:
         """Yield the complete frames that were read. Each frame is removed from the
         buffer before it is yielded, because the caller may raise, or may read more
-        frames. Raises OSError for a frame of more than `most` bytes."""
+        frames. Raises OSError for a frame of more than `most` bytes and of more than
+        LONGEST_HEADERS."""
         while len(self._received) >= _HEADER.size:
             kind, channel, size = _HEADER.unpack_from(self._received)
             end = _HEADER.size + size
-            if end >= most:
+            if end >= max(most, LONGEST_HEADERS):
                 raise OSError(f"the broker announced a frame of {size} bytes")
             if len(self._received) <= end:
                 return
