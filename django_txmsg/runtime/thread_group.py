@@ -154,6 +154,11 @@ class Watch(Generic[Watched]):
         thread.join(timeout)
 
     def _run(self) -> None:
+        with self.changed:
+            if self._thread not in (None, threading.current_thread()):
+                return
+            # A signal handler that raises may have interrupted `add()`.
+            self._thread = threading.current_thread()
         try:
             while (due := self._wait()) is not None:
                 self._act(due)
