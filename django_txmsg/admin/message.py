@@ -241,8 +241,11 @@ def page(
             letter.place = place(letter.stage, letter.destination, letter.reason)
             if letter.resolution == Resolution.DISCARDED:
                 stage = letter.stage or letter.destination
-                row = next((o for o in inbox if o.stage == stage), None)
-                letter.revoked = resolution.revoked_why(letter, row, now)
+                # Read also for a user who may not see it: restore() reads it, too.
+                rows = InboxMessage.objects.using(using).filter(
+                    message_id=message_id, stage=stage
+                )
+                letter.revoked = resolution.revoked_why(letter, rows.first(), now)
     known = [*outbox, *inbox, *letters]
     if not known:
         why = (

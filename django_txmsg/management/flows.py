@@ -125,6 +125,7 @@ class Command(BaseCommand):
     def _act(
         self, action: str, found: Any, using: str, options: dict[str, Any]
     ) -> None:
+        options["rate"] = read_option(options, "rate", float)
         if wrong := wrong_rate(options["rate"]):
             raise CommandError(wrong)
         narrowed = ("runs", "flow", "key", "step", "state", "older_than", "all")

@@ -139,7 +139,8 @@ class Rate(BaseCommand):
         for name in ("set", "reset"):
             actions[name].add_argument("stage", metavar="STAGE")
         add = actions["set"].add_argument
-        add("rate", metavar="RATE", help="like 10/s, 900/m")
+        # Not "rate": call_command() would take other verbs' option for it.
+        add("new_rate", metavar="RATE", help="like 10/s, 900/m")
         add(
             "--for", dest="age", type=read_age, default="1h", metavar="AGE",
             help="for how long (default: 1h)",
@@ -153,7 +154,7 @@ class Rate(BaseCommand):
         change: Callable[[], Done | None] = partial(rates.reset, name)
         if options["action"] == "set":
             age = read_option(options, "age", read_age)
-            change = partial(rates.limit, name, options["rate"], age, by=operator())
+            change = partial(rates.limit, name, options["new_rate"], age, by=operator())
         said = perform(rates.states().db, change)
         if not said:
             raise CommandError(f"No stage {name!r} has a changed rate.")

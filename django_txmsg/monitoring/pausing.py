@@ -6,6 +6,7 @@ from django.db import router
 from django.db.models import Model
 
 from .. import conf
+from ..envelope.serializers import is_storable
 from ..errors import ConfigurationError
 from ..models import DeadLetter, InboxMessage, Schedule, StageState, Worker
 from ..models.dead_letter import Resolution
@@ -38,7 +39,8 @@ def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Done | None:
     service = conf.get().SERVICE
     rows = Schedule.objects.db_manager(schedule.database_of(name))
     own = rows.filter(service=service, name=name)
-    if not (any(one.name == name for one in recurring()) or own.exists()):
+    declared = any(one.name == name for one in recurring())
+    if not (declared or (is_storable(name) and own.exists())):
         raise ConfigurationError(f"There is no recurring message {name!r} here.")
     changed = (
         rows.pause(service, name, by=by, why=why)

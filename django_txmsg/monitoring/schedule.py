@@ -98,7 +98,8 @@ def make(
     JSON. Raises the errors of `make_recurring()`, and DecodeError for such a text."""
     rows = Schedule.objects.using(router.db_for_write(Schedule)).filter(name=name)
     made = rows.filter(service__in=conf.get().services, made__isnull=False)
-    verb = "Changed" if made.exists() else "Made"
+    known = serializers.is_storable(name) and made.exists()
+    verb = "Changed" if known else "Made"
     value = serializers.loads(body) if isinstance(body, str) else body
     timetable.make_recurring(name, expression, destination, value, tz=tz)
     said = f"{verb} recurring message {name}: {expression} to {destination}."

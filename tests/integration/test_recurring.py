@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.db.models import TextChoices
 from django.test import override_settings
@@ -121,6 +121,15 @@ def test_a_declared_message_of_a_former_service_name_goes_on(paused: bool) -> No
     assert row.service == "after"
     assert bool(row.paused_at) == paused
     assert row.paused_why == ("Ticket 7." if paused else "")
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("name", ["\udcff", "a\0b"])
+def test_a_name_that_no_database_can_store_is_unknown(name: str) -> None:
+    with pytest.raises(CommandError, match="There is no recurring message"):
+        call_command("txmsg", "schedule", "pause", name)
+    with pytest.raises(CommandError, match="NUL or half of a surrogate"):
+        call_command("txmsg", "schedule", "make", name, "* * * * *", "tests.t")
 
 
 @pytest.mark.django_db

@@ -6,7 +6,6 @@ import argparse
 import datetime as dt
 import io
 import re
-import uuid
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -87,8 +86,7 @@ def needed(parser: CommandParser, way: list[str]) -> list[str]:
         return given
     found: list[str] = []
     for action in below._actions:
-        one = ID if action.type is uuid.UUID else "1"
-        choices = list(action.choices or [one])
+        choices = list(action.choices or ["1"])
         if not action.option_strings and action.nargs in (None, "+"):
             found.append(str(choices[0]))
         elif action.option_strings and action.required:
@@ -189,6 +187,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(line: str, error: str) -> N
         ("dead_letters redeliver --all", {"tolerate": "few"}, "tolerate: 'few' is not"),
         ("dead_letters mute --fingerprint feed --text x", {"above": "3"}, ""),
         ("dead_letters redeliver --all", {"rate": "fast"}, "rate: could not convert"),
+        ("txmsg flows cancel --all", {"rate": "fast"}, "rate: could not convert"),
         ("txmsg alive", {"within": "soon"}, "within: could not convert"),
         ("txmsg audit", {"limit": "1"}, ""),
         ("txmsg bulk list", {"limit": "1"}, ""),
