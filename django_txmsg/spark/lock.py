@@ -82,8 +82,15 @@ def _alone(
     if spec.vendor == "sqlite":
         suffix = "-".join(reversed(name.split("/")))  # outbox-archive
         path = f"{os.path.realpath(spec.path)}.{suffix}.lock"
-        # For reading: another user may own the file.
-        with open(os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)) as lock:
+        try:
+            # For reading: another user may own the file.
+            lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"The lock file {path} cannot be opened ({error.strerror}): let this "
+                "user create and read it."
+            ) from error
+        with open(lock):
             try:
                 kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
                 fcntl.flock(lock, kind | fcntl.LOCK_NB)
