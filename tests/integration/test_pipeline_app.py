@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,44 @@ def test_without_the_pipelines_app_there_are_no_columns_or_triggers(database) ->
         assert triggers(database) == []
         assert not OURS & set(database.introspection.table_names())
         store_and_change(b"1")
+
+
+def test_findings_that_were_counted_before_the_upgrade_are_not_new(database) -> None:
+    apps = migrate((APP, "0003_sequence"))
+    Finding = apps.get_model(APP, "Finding")
+    now = ago()
+
+    def at(seconds: int) -> Any:
+        """Return an instant, in seconds after the last check."""
+        return now + timedelta(seconds=seconds)
+
+    def find(verdict: str, found_at: Any, service: str = "shop") -> None:
+        Finding.objects.using(ALIAS).create(
+            id=uuid.uuid4(), message_id=uuid.uuid4(), service=service,
+            verdict=verdict, found_at=found_at, seen_at=found_at,
+        )  # fmt: skip
+
+    alerts = apps.get_model(APP, "PipelineAlert").objects.using(ALIAS)
+    alerts.create(service="shop", name="lost", checked_at=at(0))
+    alerts.create(service="new", name="lag", checked_at=at(0))
+    runs = apps.get_model(APP, "PipelineRun").objects.using(ALIAS)
+    for began, ended in ((-40, -30), (-20, 10)):
+        runs.create(
+            id=uuid.uuid4(), job="reconcile", service="shop",
+            started_at=at(began), finished_at=at(ended),
+        )  # fmt: skip
+    find("counted", at(-40))
+    find("in progress at the check", at(-20))
+    find("after the check", at(20))
+    find("never checked", at(-40), service="new")
+
+    migrate()
+
+    counted = "SELECT verdict FROM django_txmsg_finding WHERE counted"
+    assert ask(database, counted) == ["counted"]
+    migrate((APP, "0003_sequence"))
+    migrate()
+    assert ask(database, counted) == ["counted"]
 
 
 class TakesAway(migrations.Migration):
