@@ -11,13 +11,15 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
 def duration(seconds: float | dt.timedelta | None) -> str:
-    """Return a duration as text, in its two largest units: "4 ms", "2 min 5 s"."""
+    """Return a duration as text, in its two largest units: "0.4 ms", "2 min 5 s"."""
     if seconds is None:
         return "-"
     if isinstance(seconds, dt.timedelta):
         seconds = seconds.total_seconds()
     if seconds < 0:
         return f"-{duration(-seconds)}"
+    if seconds < 0.01:
+        return f"{seconds * 1000:.3g} ms"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 10:
