@@ -30,6 +30,7 @@ from ..models.monitoring import Done
 from ..monitoring import turns
 from ..monitoring.dead import place
 from ..rules.dead_letters import resolver
+from ..rules.outbox import origin
 from . import base
 from . import body as bodies
 from .audit import perform
@@ -163,8 +164,7 @@ def timeline(
 
 
 def _of_outbox(row: OutboxMessage) -> Iterator[Event]:
-    again = f"again, by {row.replay_id}" if row.replay_id else ""
-    yield Event(row.created_at, "stored", row.destination, again)
+    yield Event(row.created_at, "stored", row.destination, origin(row.replay_id))
     if row.due_at - row.created_at > dt.timedelta(seconds=1) and not (
         row.attempts or row.last_error
     ):
@@ -222,6 +222,7 @@ def page(
         outbox = list(rows.defer("body", "headers").order_by("pk"))
         for row in outbox:
             row.key = bodies.shown_key(row)
+            row.origin = origin(row.replay_id)
             row.expired = row.expires_at and row.expires_at <= now
     if incoming:
         rows = InboxMessage.objects.using(using).filter(message_id=message_id)

@@ -114,9 +114,10 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="message")
     def message(self, row: OutboxMessage) -> SafeString:
-        """The message's id, and a badge if a redelivery stored the message again."""
-        again = display.badge("again") if row.replay_id else ""
-        return format_html("{} {}", display.short_id(row.message_id), again)
+        """The message's id, and a badge if the message was stored again."""
+        again = row.replay_id and not row.replay_id.startswith(outbox.NEW)
+        badge = display.badge("again") if again else ""
+        return format_html("{} {}", display.short_id(row.message_id), badge)
 
     @admin.display(description="failed attempts")
     def tries(self, row: OutboxMessage) -> SafeString | str:

@@ -9,6 +9,14 @@ from .dead_letters import is_open
 #: Like ordinary messages, it gets a place in the order of its key.
 NEW = "new/"
 
+
+def origin(replay_id: str) -> str:
+    """Return in words what has stored a message again, or under a new id. Empty for an
+    ordinary message."""
+    again = "" if replay_id.startswith(NEW) else "again, "
+    return f"{again}by {replay_id.removeprefix(NEW)}" if replay_id else ""
+
+
 #: It must still leave. Worded like the index that a claim scans.
 PENDING = Rule("{dispatched_at} IS NULL AND {dead_at} IS NULL")
 

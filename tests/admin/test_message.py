@@ -17,6 +17,7 @@ from django.test import Client
 from django.utils import timezone
 
 from django_txmsg import conf, wire
+from django_txmsg.admin import display
 from django_txmsg.models import InboxMessage, OutboxMessage
 from django_txmsg.rules.dead_letters import GONE_ON
 from tests import factories
@@ -152,6 +153,23 @@ def test_outbox_row_says_in_words_what_became_of_it(viewer: Client) -> None:
     assert "by admin: a duplicate" in page
     assert "cancelled: by admin" not in page.partition("<h2>Raw")[0]
     assert "to broker" not in page
+
+
+@pytest.mark.parametrize(
+    ("replay_id", "origin"),
+    [("march", "again, by march"), ("new/march", "by march"), ("", "")],
+)
+def test_only_a_message_that_keeps_its_id_is_stored_again(
+    viewer: Client, replay_id: str, origin: str
+) -> None:
+    row = factories.OutboxMessageFactory(replay_id=replay_id)
+
+    answer = viewer.get(url(row.message_id))
+
+    assert (f"stored {origin}" in answer.content.decode()) == bool(origin)
+    assert answer.context["events"][0].detail == origin
+    listed = viewer.get("/admin/django_txmsg/outboxmessage/").content.decode()
+    assert (display.badge("again") in listed) == ("again" in origin)
 
 
 def test_a_message_expires_by_the_databases_clock(

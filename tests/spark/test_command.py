@@ -23,11 +23,12 @@ from psycopg.conninfo import conninfo_to_dict
 
 from django_txmsg.management.commands.pipeline import job_spec, source_spec
 from django_txmsg.spark.cli import instant, main
-from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.models import ArchiveMark, PipelineRun
 from django_txmsg.spark.runs import recorded
 from django_txmsg.spark.schemas import TABLES
-from django_txmsg.spark.spec import SESSION, JobSpec, LakeSpec
+from django_txmsg.spark.source.datasource import OutboxWriter
+from django_txmsg.spark.spec import SESSION, JobSpec, LakeSpec, SourceSpec
 from tests import factories
 from tests.faults import wait_until
 from tests.spark.conftest import ROOT
@@ -382,6 +383,18 @@ def test_a_run_since_an_instant_starts_a_jvm_for_short_work(
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=280,
     )  # fmt: skip
     assert f"-XX:TieredStopAtLevel={level} " in ran.stdout
+
+
+@pytest.mark.parametrize("name", ["", "n" * 65, "new/march"])
+def test_a_name_that_no_run_can_have_is_refused(name: str, capsys) -> None:
+    """The mark `new/` belongs to messages with new ids."""
+    with pytest.raises(SystemExit):
+        main(["replay", "--where", "true", "--name", name])
+    assert "--name: a name " in capsys.readouterr().err
+
+    spec = SourceSpec("shop", "sqlite:////nowhere")
+    with pytest.raises(UsageError, match='option "run"'):
+        OutboxWriter(spec, {"run": name})
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from ... import wire
+from ...rules.outbox import NEW
 from ..engine import attempt_key, insist_on, installed
 from ..errors import UsageError
 from ..schemas import STAGED, TABLES, Table, arrow_schema
@@ -145,6 +146,9 @@ class OutboxWriter(DataSourceArrowWriter):
                 'Writing messages needs the option "run", a name of at most 64 '
                 "characters: the same name again stores nothing twice."
             )
+        # The relay would take a message that is stored again for one with a new id.
+        if run.startswith(NEW):
+            raise UsageError(f'The option "run", {run!r}, must not begin with {NEW}.')
         self.staging = Staging(spec.resolved(), run)
         self.rate = float(options.get("rate", 0))
 
