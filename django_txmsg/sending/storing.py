@@ -38,8 +38,10 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     service = conf.get().SERVICE
     for row in rows:
         row.service = row.service or service
-    if current is not None and current.using == alias and current.session is not None:
-        session_id, lock = current.session.join()
+    # Read once: another thread that shares the scope may end the session.
+    session = current.session if current is not None else None
+    if current is not None and current.using == alias and session is not None:
+        session_id, lock = session.join()
         alone = lock is None
         for row in rows:
             row.session_id = session_id
