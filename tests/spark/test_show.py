@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from django_txmsg.rules.dead_letters import GONE_ON
-from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.errors import EnvironmentFault, SpoiltFile
 from django_txmsg.spark.schemas import INBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from tests.spark.archives import archive
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import outcome, run
+from tests.spark.test_bitrot import chunk, files_of, flipped
 
 MINUTE = dt.timedelta(minutes=1)
 
@@ -72,6 +73,33 @@ def test_a_topics_message_is_shown_at_stages_of_two_databases(
         "received by one, from shop": "lake",
         "received by two, from shop": "database",
     }
+
+
+def test_no_more_of_the_lake_is_read_than_can_have_the_message(
+    make_log, lake: LakeSpec
+) -> None:
+    """A file with another message has a flipped bit. If `show` reads it, it fails."""
+    log: Log = make_log("sqlite")
+    low, wanted, high, last = (uuid.UUID(int=number) for number in range(4))
+    log.send(
+        [{"message_id": one, "key": "k", "created_at": LONG_AGO} for one in (low, high)]
+        + [{"message_id": one, "key": "z", "created_at": LONG_AGO + 1440 * MINUTE}
+           for one in (wanted, last)]
+    )  # fmt: skip
+    archive(None, log, lake)
+    spec = JobSpec((log.spec,), lake)
+    other, _ = files_of(lake)
+
+    with flipped(other, chunk(other, "destination")[1] - 1):
+        assert run(spec, "show", str(wanted))["steps"]
+        with pytest.raises(SpoiltFile, match=other.name):
+            run(spec, "show", str(low))
+    with flipped(other, chunk(other, "message_id")[1] - 1):
+        # The statistics do not exclude `wanted`.
+        with pytest.raises(SpoiltFile, match=other.name):
+            run(spec, "show", str(wanted))
+        assert run(spec, "show", str(last))["steps"]
+        assert run(spec, "show", "z")["steps"]
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,23 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
+from operator import or_
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
+from pyarrow.dataset import ParquetFileFormat
 from pyspark.sql import types as t
 
 from ...rules.dead_letters import resolver
 from ..batchlog import is_mounted
 from ..databases import open_database
-from ..lake import Lake
-from ..lakefile import rows_as
+from ..errors import spoilt
+from ..lake import Lake, LakeTable
+from ..lakefile import LakeFile, rows_as, rows_of
 from ..runs import Run
 from ..schemas import TABLES, Table
 from ..spec import JobSpec, SourceSpec
@@ -126,10 +130,31 @@ def _archived(lake: Lake, table: Table, term: str) -> Iterator[dict[str, Any]]:
     struct = t.StructType([f for f in place.struct.fields if f.name not in _HEAVY])
     with suppress(ValueError):
         term = str(uuid.UUID(term))
-    for batch in rows_as(place.files, place.root, struct, place.named()):
-        keys = [batch.column(one) for one in _KEYS if one in struct.names]
-        found = reduce(pc.or_kleene, [pc.equal(one, term) for one in keys])
-        yield from batch.filter(found).to_pylist()
+    keys = [one for one in _KEYS if one in struct.names]
+    files = (one for one in place.named() if _has(place, one, keys, term))
+    for batch in rows_as(place.files, place.root, struct, files):
+        yield from batch.filter(_matches(batch, keys, term)).to_pylist()
+
+
+def _has(place: LakeTable, named: LakeFile, keys: Sequence[str], term: str) -> bool:
+    """Return whether a file has rows that match. This reads only the columns `keys`,
+    and only if the file's statistics do not exclude a match."""
+    path = f"{place.root}/{named.path}"
+    schema = pa.schema([(one, pa.string()) for one in keys])
+    wanted = reduce(or_, [pc.field(one) == term for one in keys])
+    try:
+        fragment = ParquetFileFormat().make_fragment(path, place.files)
+        possible = fragment.subset(wanted, schema=schema).row_groups
+    except (OSError, pa.ArrowException) as error:
+        raise spoilt(path, error) from error
+    return bool(possible) and any(
+        pc.any(_matches(batch, batch.schema.names, term)).as_py()
+        for batch in rows_of(place.files, path, keys)
+    )
+
+
+def _matches(batch: pa.RecordBatch, keys: Sequence[str], term: str) -> Any:
+    return reduce(pc.or_kleene, [pc.equal(batch.column(one), term) for one in keys])
 
 
 def _steps(
