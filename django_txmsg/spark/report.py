@@ -69,7 +69,7 @@ def _page() -> Template:
             f"{instant.astimezone(dt.timezone.utc):%d %b %H:%M}" if instant else "?"
         ),
     }
-    environment.globals["scale"] = _scale
+    environment.globals["scales"] = _scales
     return environment.get_template("report.html")
 
 
@@ -82,18 +82,33 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.2f}"
 
 
+#: Width and height of a chart on a desktop and on a phone. The page contains both and
+#: shows one, because the labels of a chart shrink with it.
+_SIZES = {"desk": (920, 260), "phone": (360, 220)}
+
+
 @dataclass(frozen=True)
 class Scale:
-    """The instants and the axis of a chart. It computes positions, in pixels from the
-    upper left corner. With `seconds`, the values are durations, and the axis is
-    logarithmic."""
+    """The instants, the axis and the size of a chart. It computes positions, in pixels
+    from the upper left corner. With `seconds`, the values are durations, and the axis
+    is logarithmic."""
 
     instants: Sequence[dt.datetime]
     axis: Sequence[float]
     seconds: bool
-    #: The size of a chart, and the edges of its lines. On a phone, labels are larger.
-    width, height = 920, 260
-    left, right, top, bottom = 84, 908, 14, 230
+    width: int
+    height: int
+    left, top = 58, 14
+
+    @property
+    def right(self) -> int:
+        """The right end of the lines."""
+        return self.width - 12
+
+    @property
+    def bottom(self) -> int:
+        """The lower end of the lines."""
+        return self.height - 30
 
     @property
     def step(self) -> float:
@@ -138,18 +153,20 @@ class Scale:
         ]
 
 
-def _scale(
+def _scales(
     instants: Sequence[dt.datetime],
     lines: Sequence[Sequence[float | None]],
     seconds: bool,
-) -> Scale | None:
-    """Return the scale of a chart with these lines. Returns None if there is nothing to
-    show."""
+) -> dict[str, Scale]:
+    """Return the scale of a chart with these lines for each of _SIZES. Returns {} if
+    there is nothing to show."""
     values = [v for line in lines for v in line if v is not None]
     if not instants or not any(values):
-        return None
+        return {}
     axis = _log_axis(values) if seconds else _axis(max(values))
-    return Scale(instants, axis, seconds)
+    return {
+        name: Scale(instants, axis, seconds, *size) for name, size in _SIZES.items()
+    }
 
 
 def _axis(most: float) -> list[float]:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import re
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from django_txmsg.spark.report import Findings, render
+from tests.admin.browser import PHONE, WIDE, browser, missing
 
 NOW = dt.datetime(2026, 3, 1, 12, tzinfo=dt.timezone.utc)
 DAY = [NOW - dt.timedelta(hours=hour) for hour in range(24, 0, -1)]
@@ -26,6 +32,41 @@ def test_times_below_a_millisecond_are_written_and_drawn() -> None:
 
     cells = re.findall(r"[\d.]+ ms(?=</td>)", page)
     assert cells == ["1.64 ms", "10 ms", "12 ms", "0.4 ms"]
-    [line] = set(re.findall(r'<polyline points="([^"]+)"', page))
+    line = re.findall(r'<polyline points="([^"]+)"', page)[0]
     heights = [float(point.partition(",")[2]) for point in line.split()]
     assert heights == sorted(set(heights), reverse=True)
+
+
+#: Returns the height of each chart that is shown, and the sizes of its labels.
+_SHOWN = """
+const size = (text) =>
+  text.getScreenCTM().a * parseFloat(getComputedStyle(text).fontSize);
+return [...document.querySelectorAll("svg[viewBox]:not(.spark)")]
+  .map((one) => [one.getBoundingClientRect().height,
+    [...one.querySelectorAll("text")].map(size)])
+  .filter((one) => one[0] > 0);
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["desktop", "phone"])
+def test_charts_are_readable(tmp_path: Path, size: tuple[int, int]) -> None:
+    absent = missing()
+    if absent and os.environ.get("CI") != "true":
+        pytest.skip(absent)
+    stored = [100.0 * (hour % 7) for hour in range(24)]
+    found = Findings(["shop"], DAY[0], NOW, hours=DAY, backlog=stored)
+    found.throughput = dict.fromkeys(("stored", "dispatched", "processed"), stored)
+    found.critical = dict.fromkeys(("p50", "p95", "p99"), stored)
+    page = tmp_path / "report.html"
+    page.write_text(render(found))
+
+    with browser("") as seen:
+        seen.look(size=size)
+        seen.open(page.as_uri())
+        charts: list[Any] = seen.driver.execute_script(_SHOWN)
+        wide = seen.overflows()
+
+    assert len(charts) == 3
+    assert all(height >= 180 and min(labels) >= 10 for height, labels in charts)
+    assert not wide
