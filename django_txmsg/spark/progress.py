@@ -1,6 +1,6 @@
-"""The progress bar of a job without Spark, on the error stream if that is a terminal.
-(Spark draws its own bar.) Also the hook that is called between the steps of an archive:
-tests kill the process there."""
+"""The progress bar of a job until Spark has started, on the error stream if that is a
+terminal. (Spark draws its own bar.) Also the hook that is called between the steps of
+an archive: tests kill the process there."""
 
 from __future__ import annotations
 

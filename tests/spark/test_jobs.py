@@ -162,10 +162,13 @@ def at_terminal(*words: str) -> tuple[str, str]:
     return seen.stdout.decode(), b"".join(drawn).decode()
 
 
-def test_the_tasks_that_run_are_shown() -> None:
+def test_the_start_of_spark_and_then_its_tasks_are_shown() -> None:
     program = (
-        "from django_txmsg.spark.session import session\n"
-        "with session('x', {'spark.master': 'local[2]'}, progress=True) as spark:\n"
+        "from argparse import Namespace\n"
+        "from django_txmsg.spark.jobs.running import job_session\n"
+        "conf = {'spark.master': 'local[2]'}\n"
+        "given = Namespace(job='verify', json=False, conf=conf)\n"
+        "with job_session(given) as spark:\n"
         "    numbers = spark.range(0, 10**9, 1, 4)\n"
         "    print(len(numbers.selectExpr('sum(hash(id))').collect()))"
     )
@@ -173,6 +176,9 @@ def test_the_tasks_that_run_are_shown() -> None:
     said, shown = at_terminal("-c", program)
 
     assert said == "1\n"
+    start = re.search(r"^\rverify: .*starting Spark.*?\r +\r", shown, re.DOTALL)
+    assert start
+    assert start.end() <= shown.index("[Stage")
     assert re.search(r"\[Stage \d+:[=> ]+\(\d \+ \d\) / \d\]", shown)
     assert re.search(r"\r +\r", shown)  # removed
 

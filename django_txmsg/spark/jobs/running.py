@@ -9,9 +9,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +20,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from ..errors import UsageError, faults_told, from_spark
+from ..progress import progress_bar
 from ..runs import Run, recorded
 from ..session import session
 from ..spec import JobSpec, digest, hidden, recordable
@@ -116,12 +117,18 @@ def _recordable(given: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def job_session(given: argparse.Namespace) -> AbstractContextManager[SparkSession]:
-    """Return a Spark session as a context manager. Spark shows its progress on a
-    terminal."""
+@contextmanager
+def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
+    """Yield a Spark session. If the error stream is a terminal, the start of Spark is
+    shown there. Then Spark shows the progress of its stages."""
+    bar = progress_bar(given.job, quiet=given.json, unit="tasks")
+    bar.set_postfix_str("starting Spark")
     short = given.job == "reconcile" and given.since is not None
     settings = dict(given.conf)
-    return session(given.job, settings, short=short, progress=not given.json)
+    started = session(given.job, settings, short=short, progress=not given.json)
+    with bar, started as spark:
+        bar.close()  # the line is Spark's now
+        yield spark
 
 
 def run_until_stopped(
