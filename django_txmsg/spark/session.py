@@ -229,14 +229,15 @@ class SparkProcess:
     def _launch(self) -> None:
         words = [f"--conf={name}={value}" for name, value in self.settings]
         with NamedTemporaryFile() as out, NamedTemporaryFile() as errors:
+            # Reading must not move the position at which the process writes. If a file
+            # cannot be opened, no process starts.
+            self._out = open(out.name, "rb")  # noqa: SIM115 - stop() closes them
+            self._errors = open(errors.name, "rb")  # noqa: SIM115
             self._process = subprocess.Popen(  # noqa: S603 - our own words
                 [sys.executable, "-m", "django_txmsg.spark.worker", *words],
                 stdin=subprocess.PIPE, stdout=out, stderr=errors,
                 env=os.environ | {"PYTHONPATH": python_path()},
             )  # fmt: skip
-            # Reading must not move the position at which the process writes.
-            self._out = open(out.name, "rb")  # noqa: SIM115 - stop() closes them
-            self._errors = open(errors.name, "rb")  # noqa: SIM115
 
     def poll(self) -> dict[str, Any] | None:
         """Return the result of the run if it has ended: the name of the `job`, and its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -128,6 +129,24 @@ def test_an_error_says_why_spark_does_not_start(
     one = beside(("spark.master", "nonsense"))
     assert "Spark does not start" in run(one)["error"]
     assert not children()
+
+
+def test_without_a_file_for_its_output_no_process_starts(
+    beside: Callable[..., SparkProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of open files can be reached at any of its files."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    one = beside()
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "open", full, raising=False)
+        one.start("reconcile")
+    assert not children()
+    facts = one.poll()
+    assert facts is not None
+    assert "cannot be started: [Errno 24]" in facts["error"]
 
 
 def test_a_suspended_process_is_ended(beside: Callable[..., SparkProcess]) -> None:
