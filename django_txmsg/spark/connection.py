@@ -168,7 +168,8 @@ def connect(spec: SourceSpec) -> Any:
 def _advice(error: Exception) -> str:
     text = str(error)
     missing = re.search("does not exist|no such table|no such column", text)
-    if not missing or not re.search("django_txmsg_|_xid", text):
+    # SQLite does not name the table of a missing column.
+    if not missing or not re.search("django_txmsg_|_xid|no such column", text):
         return ""
     return (
         ' With "django_txmsg.spark" in INSTALLED_APPS, run `manage.py migrate` there.'

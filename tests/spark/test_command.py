@@ -22,6 +22,7 @@ from django.test import Client, override_settings
 from psycopg.conninfo import conninfo_to_dict
 
 from django_txmsg.management.commands.pipeline import job_spec, source_spec
+from django_txmsg.spark.alerts import count_lost
 from django_txmsg.spark.cli import instant, main
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.models import ArchiveMark, PipelineRun
@@ -29,6 +30,7 @@ from django_txmsg.spark.runs import recorded
 from django_txmsg.spark.schemas import TABLES
 from django_txmsg.spark.source.datasource import OutboxWriter
 from django_txmsg.spark.spec import SESSION, JobSpec, LakeSpec, SourceSpec
+from django_txmsg.spark.transforms.reconcile import LOST
 from tests import factories
 from tests.faults import wait_until
 from tests.spark.conftest import ROOT
@@ -295,6 +297,17 @@ def test_service_without_the_app_gets_an_error(make_log) -> None:
         recorded(JobSpec(services=(log.spec,)), "archive", {}),
     ):
         pass
+
+
+def test_a_column_of_a_newer_release_is_reported(make_log) -> None:
+    log = make_log("sqlite")
+    log.execute("ALTER TABLE django_txmsg_finding DROP COLUMN counted")
+
+    with (
+        log.connected() as connection,
+        pytest.raises(EnvironmentFault, match=r"run `manage\.py migrate`"),
+    ):
+        count_lost(connection, log.spec, LOST)
 
 
 def test_unknown_database_is_reported() -> None:
