@@ -37,8 +37,8 @@ from .protocol import guarded, is_outage
 class Processed:
     """The stage has processed the message, and its transaction is committed."""
 
+    #: Whether the broker's own transaction has acknowledged the delivery already.
     acknowledged: bool = False
-    """Whether the broker's own transaction has acknowledged the delivery already."""
 
 
 @dataclass(frozen=True, slots=True)

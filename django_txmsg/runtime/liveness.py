@@ -22,12 +22,12 @@ from .per_process import PerProcess
 class State:
     """The state of a process's loops."""
 
+    #: Whether it works: it has started, and was not asked to stop.
     ready: bool
-    """Whether it works: it has started, and was not asked to stop."""
+    #: The name of the loop whose last turn is the longest ago.
     loop: str
-    """The name of the loop whose last turn is the longest ago."""
+    #: Seconds since that turn, without the pause that the loop had announced.
     silent: float
-    """Seconds since that turn, without the pause that the loop had announced."""
 
 
 def begin(name: str, *, ready: bool = True) -> None:
@@ -130,8 +130,8 @@ class Running:
     stage: str
     message_id: uuid.UUID
     attempt: int
+    #: An instant of `time.monotonic()`.
     since: float
-    """An instant of `time.monotonic()`."""
 
 
 @contextmanager

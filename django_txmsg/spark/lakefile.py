@@ -53,10 +53,10 @@ class LakeFile:
     day: dt.date
     size: int
     rows: int
+    #: When it was written, for its log entry.
     modified_ms: int = field(default=0, compare=False)
-    """When it was written, for its log entry."""
+    #: The lowest and highest archive batch of its rows, if the log has them.
     batches: tuple[int, int] | None = None
-    """The lowest and highest archive batch of its rows, if the log has them."""
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> LakeFile:

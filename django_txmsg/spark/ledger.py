@@ -53,10 +53,10 @@ class Batch:
     first_id: int
     last_id: int
     cutoff: dt.datetime
+    #: The SQL condition for its rows.
     where: str
-    """The SQL condition for its rows."""
+    #: The unique part of its files' names. No other attempt has it.
     token: str
-    """The unique part of its files' names. No other attempt has it."""
 
 
 @dataclass(frozen=True)

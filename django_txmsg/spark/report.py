@@ -27,14 +27,14 @@ class Findings:
     services: Sequence[str]
     since: dt.datetime
     until: dt.datetime
+    #: When the last `reconcile` began, if there was one.
     judged_at: dt.datetime | None = None
-    """When the last `reconcile` began, if there was one."""
+    #: Its counts.
     verdicts: dict[str, int] = field(default_factory=dict)
-    """Its counts."""
+    #: Its findings, unacknowledged ones first.
     lost: Sequence[dict[str, Any]] = ()
-    """Its findings, unacknowledged ones first."""
+    #: How many of them are not acknowledged.
     unseen: int = 0
-    """How many of them are not acknowledged."""
     hours: Sequence[dt.datetime] = ()
     throughput: dict[str, Sequence[float | None]] = field(default_factory=dict)
     backlog: Sequence[float | None] = ()

@@ -38,11 +38,11 @@ class Results:
     run_id: str
     at: dt.datetime
     makes_lake: bool = True
+    #: The column with the day. If it is not the run's instant, rows are written
+    #: unchanged.
     clock: str = CLOCK
-    """The column with the day. If it is not the run's instant, rows are written
-    unchanged."""
+    #: A column that is true in rows which go to files of their own.
     apart: str = ""
-    """A column that is true in rows which go to files of their own."""
 
     def save(
         self, name: str, struct: t.StructType, frame: DataFrame, *, few: int = 0

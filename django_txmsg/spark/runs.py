@@ -61,22 +61,22 @@ class Run:
     job: str
     options: dict[str, Any]
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    #: By the database's clock, if the run is recorded there.
     started_at: dt.datetime = field(
         default_factory=lambda: dt.datetime.now(dt.timezone.utc)
     )
-    """By the database's clock, if the run is recorded there."""
     rows: int = 0
     counts: dict[str, Any] = field(default_factory=dict)
     findings: bool = False
     refused: bool = False
+    #: Whether another job's lock stopped a requested run, so that it must run later.
     put_off: bool = False
-    """Whether another job's lock stopped a requested run, so that it must run later."""
     error: str = ""
+    #: Whether its results create a lake if there is none.
     makes_lake: bool = True
-    """Whether its results create a lake if there is none."""
     lines: list[str] = field(default_factory=list)
+    #: The summary, for people and for programs.
     facts: dict[str, Any] = field(default_factory=dict)
-    """The summary, for people and for programs."""
     _began: float = field(default_factory=time.monotonic)
 
     @property

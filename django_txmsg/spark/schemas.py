@@ -24,15 +24,15 @@ class Kind:
     """How the values of a column are read, stored and hashed."""
 
     spark: t.DataType
+    #: PostgreSQL's type id: fixed in its catalogue since before version 8.
     type_id: int
-    """PostgreSQL's type id: fixed in its catalogue since before version 8."""
+    #: NumPy's name for values that always have as many bytes in PostgreSQL's binary
+    #: format.
     form: str = ""
-    """NumPy's name for values that always have as many bytes in PostgreSQL's binary
-    format."""
+    #: PostgreSQL's cast for reading. A uuid and a transaction id are read as bytes.
     read: str = ""
-    """PostgreSQL's cast for reading. A uuid and a transaction id are read as bytes."""
+    #: PostgreSQL's cast for hashing.
     hashed: str = ""
-    """PostgreSQL's cast for hashing."""
 
 
 KINDS = {
@@ -64,15 +64,15 @@ class Column:
     """One column of a table of the message log."""
 
     name: str
+    #: A key of KINDS.
     kind: str
-    """A key of KINDS."""
     nullable: bool = False
+    #: The column's name in the database, where it differs.
     source: str = ""
-    """The column's name in the database, where it differs."""
+    #: SQL for a value from another row; the table is `t`.
     expression: str = ""
-    """SQL for a value from another row; the table is `t`."""
+    #: Whether a lake without bodies leaves it out, as it leaves out all bytes.
     personal: bool = False
-    """Whether a lake without bodies leaves it out, as it leaves out all bytes."""
 
     @property
     def spark(self) -> t.StructField:
@@ -121,11 +121,11 @@ class Table:
     columns: tuple[Column, ...]
     settled: Rule
     outcome: str | tuple[tuple[str, str], ...]
+    #: Whether rows carry the id of the transaction that changed them last.
     tracked: bool = False
-    """Whether rows carry the id of the transaction that changed them last."""
+    #: Columns that say something of rows which are not settled yet: the lake has none
+    #: of them.
     live: tuple[Column, ...] = ()
-    """Columns that say something of rows which are not settled yet: the lake has
-    none of them."""
 
     def column(self, name: str) -> Column:
         """Return the column with this name."""

@@ -197,8 +197,8 @@ class SparkProcess:
 
     def __init__(self, spec: JobSpec, settings: Sequence[tuple[str, str]] = ()) -> None:
         self.spec, self.settings = spec, settings
+        #: The job of the run in progress.
         self.job = ""
-        """The job of the run in progress."""
         self._process: subprocess.Popen[bytes] | None = None
         self._out: IO[bytes] | None = None
         self._errors: IO[bytes] | None = None

@@ -92,10 +92,10 @@ class SourceSpec:
     service: str
     url: str = field(repr=False)
     password_env: str = ""
+    #: Set on the driver by `resolved()`, for tasks; never written anywhere.
     password: str | None = field(default=None, repr=False)
-    """Set on the driver by `resolved()`, for tasks; never written anywhere."""
+    #: A replica for jobs that only read.
     reader_url: str = field(default="", repr=False)
-    """A replica for jobs that only read."""
     reader_password_env: str = ""
 
     @property
@@ -178,8 +178,8 @@ class LakeSpec:
     uri: str = field(repr=False)
     keep_bodies: bool = True
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
+    #: Former names of services that have archived, each with the present name.
     former: Mapping[str, str] = field(default_factory=dict)
-    """Former names of services that have archived, each with the present name."""
 
     def public(self) -> LakeSpec:
         """Return this specification without secrets. The clients of object stores can
@@ -217,20 +217,20 @@ class JobSpec:
     services: tuple[SourceSpec, ...] = ()
     lake: LakeSpec | None = None
     retention: Mapping[str, float | None] = field(default_factory=dict)
+    #: All stages of the services that declare theirs here.
     subscriptions: tuple[Subscription, ...] = ()
-    """All stages of the services that declare theirs here."""
+    #: Patterns of what keeps no log: destinations, SERVICE/STAGE or `broker:ALIAS`, and
+    #: senders.
     external: tuple[str, ...] = ()
     external_senders: tuple[str, ...] = ()
-    """Patterns of what keeps no log: destinations, SERVICE/STAGE or `broker:ALIAS`, and
-    senders."""
+    #: Seconds by a pattern of destinations; `*` is for all others.
     late_after: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by a pattern of destinations; `*` is for all others."""
     stuck_after: float | None = None
+    #: Services, and aliases of their brokers that are Celery's.
     task_brokers: tuple[tuple[str, str], ...] = ()
-    """Services, and aliases of their brokers that are Celery's."""
+    #: Further databases in which embedded brokers keep their queues. Only `erase` reads
+    #: them, because their other tables may belong to other services.
     queues: tuple[SourceSpec, ...] = ()
-    """Further databases in which embedded brokers keep their queues. Only `erase` reads
-    them, because their other tables may belong to other services."""
 
     def service(self) -> SourceSpec:
         """Return the first service. Raises UsageError if there is none."""

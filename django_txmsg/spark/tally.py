@@ -35,15 +35,15 @@ class Line:
 
     sent_on: dt.date
     destination: str
+    #: The service that sent them and the stage that received them, in lines that count
+    #: what was received.
     sender: str | None
     consumer: str | None
-    """The service that sent them and the stage that received them, in lines that count
-    what was received."""
+    #: Whether they were delivered more than once.
     again: bool
-    """Whether they were delivered more than once."""
+    #: The consumers of messages sent to a topic, as JSON. These lines count what was
+    #: sent; the others, of which a topic has one for each consumer, what was received.
     receivers: str | None
-    """The consumers of messages sent to a topic, as JSON. These lines count what was
-    sent; the others, of which a topic has one for each consumer, what was received."""
     messages: int
     first_us: int
     last_us: int
@@ -54,8 +54,8 @@ class Tally:
     """The counts of all rows of a file."""
 
     lines: tuple[Line, ...]
+    #: The longest time from when a message was due until it was processed.
     slowest_us: int
-    """The longest time from when a message was due until it was processed."""
 
     @property
     def rows(self) -> int:

@@ -47,25 +47,25 @@ from .runs import name_it, result_of
 class Options:
     """The OPTIONS of a backend in the TASKS setting."""
 
+    #: "outbox": a task and its result commit together, once. "none": a task runs
+    #: outside of any transaction, for minutes if necessary, and again if its worker is
+    #: lost.
     TRANSACTION: Literal["outbox", "none"] = "outbox"
-    """"outbox": a task and its result commit together, once. "none": a task runs
-    outside of any transaction, for minutes if necessary, and again if its worker is
-    lost."""
+    #: How often a failed task is tried again, with the pauses of TXMSG["REDELIVERY"],
+    #: before it is FAILED.
     MAX_REDELIVERIES: int = 0
-    """How often a failed task is tried again, with the pauses of TXMSG["REDELIVERY"],
-    before it is FAILED."""
+    #: How many tasks of a queue one process runs at the same time.
     CONCURRENCY: int = 1
-    """How many tasks of a queue one process runs at the same time."""
+    #: How many tasks of a queue share one transaction, each in a savepoint: a commit
+    #: for all, and a task that fails rolls back alone. Needs TRANSACTION "outbox".
     BATCH: int = 1
-    """How many tasks of a queue share one transaction, each in a savepoint: a commit
-    for all, and a task that fails rolls back alone. Needs TRANSACTION "outbox"."""
+    #: The alias in TXMSG["BROKERS"] that tasks travel through.
     BROKER: str = "default"
-    """The alias in TXMSG["BROKERS"] that tasks travel through."""
+    #: The alias of the database with tasks and results; None: the outbox's.
     USING: str | None = None
-    """The alias of the database with tasks and results; None: the outbox's."""
+    #: The modules and packages of the tasks that may be enqueued and run here; a worker
+    #: imports them. None: any package that this process has imported.
     MODULES: tuple[str, ...] | None = None
-    """The modules and packages of the tasks that may be enqueued and run here; a worker
-    imports them. None: any package that this process has imported."""
 
 
 def problems(given: object, path: str) -> Iterator[conf.Problem]:

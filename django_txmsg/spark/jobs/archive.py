@@ -47,18 +47,18 @@ class ArchiveOptions:
 
     older_than: dt.timedelta
     batch_rows: int = 100_000
+    #: Batches that are written before the first of them is deleted; 0 is four for each
+    #: core or, with `overlap` on one machine, one for each writer.
     batches: int = 0
-    """Batches that are written before the first of them is deleted; 0 is four for each
-    core or, with `overlap` on one machine, one for each writer."""
+    #: Number of parallel writers; 0 leaves it to `tasks_on()`.
     tasks: int = 0
-    """Number of parallel writers; 0 leaves it to `tasks_on()`."""
+    #: Number of parallel deleting transactions, on PostgreSQL.
     purges: int = 1
-    """Number of parallel deleting transactions, on PostgreSQL."""
+    #: Delete one wave of batches while the next is written, on PostgreSQL.
     overlap: bool = False
-    """Delete one wave of batches while the next is written, on PostgreSQL."""
     vacuum: bool = True
+    #: Go on if the lake has lost batches that this database has deleted.
     accept_loss: bool = False
-    """Go on if the lake has lost batches that this database has deleted."""
 
 
 def cores_of(spark: SparkSession | None) -> int:
@@ -84,8 +84,8 @@ class ArchiveResult:
     """The result of an archive, with the seconds that writing and deleting took."""
 
     rows: int = 0
+    #: Those of the rows that are in batches of earlier runs.
     resumed: int = 0
-    """Those of the rows that are in batches of earlier runs."""
     batches: int = 0
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -124,8 +124,8 @@ class Archiver:
         self.columns = kept_columns(table, lake)
         self.result = ArchiveResult()
         self.ledger = Ledger(source, table)
+        #: The tokens of the batches that have files, and no log entry yet.
         self.unnamed: list[str] = []
-        """The tokens of the batches that have files, and no log entry yet."""
 
     def run(self) -> ArchiveResult:
         """Settle the batches of an earlier run, then archive all settled rows."""

@@ -71,9 +71,9 @@ class Looked:
 
     lake_id: str
     version: int
+    #: When that version's entry was made, in milliseconds: after a backup, a version
+    #: may exist twice.
     at: int
-    """When that version's entry was made, in milliseconds: after a backup, a version
-    may exist twice."""
     batches: Mapping[str, int]
 
 
@@ -231,12 +231,12 @@ class Journeys:
         self.service = log.spec.service().service
         self.app = app_name(NAME, self.service, NAME)
         self.named: list[LakeFile] = []
+        #: Files of finished journeys, if it pays to leave some unchanged.
         self.known: dict[LakeFile, Tally] = {}
-        """Files of finished journeys, if it pays to leave some unchanged."""
+        #: The table's present and intended content; nothing if it is of no use to this
+        #: run.
         self.through: Tables = {}
         self.goal: Tables = {}
-        """The table's present and intended content; nothing if it is of no use to this
-        run."""
 
     def __enter__(self) -> Journeys:
         with ExitStack() as stack:

@@ -40,16 +40,16 @@ class Place:
     with their transit times."""
 
     destination: str
+    #: A topic's listener, or empty.
     consumer: str
-    """A topic's listener, or empty."""
     sender: str
     receiver: str
     first_at: dt.datetime
     last_at: dt.datetime
+    #: When the first and the last message were sent. They may have been received long
+    #: after that.
     sent_from: dt.datetime
     sent_at: dt.datetime
-    """When the first and the last message were sent. They may have been received long
-    after that."""
     messages: int
     least_us: int
     median_us: int
@@ -71,8 +71,8 @@ class Listeners:
     """The listeners of all topics, sorted. New ones are also listed separately."""
 
     expected: list[Listener]
+    #: To be noted in the lake.
     fresh: list[Listener]
-    """To be noted in the lake."""
 
 
 def read_places(steps: DataFrame) -> list[Place]:

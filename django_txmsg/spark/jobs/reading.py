@@ -57,8 +57,8 @@ class Live:
     database: Database
     snapshot: str
     taken: dt.datetime
+    #: By table and lake, the batch up to which no row is live any more.
     settled: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """By table and lake, the batch up to which no row is live any more."""
 
     def condition(self, where: str, day: dt.date | None) -> str:
         """Return an SQL condition with the beginning of a day for `{day}`."""
@@ -97,8 +97,8 @@ class WholeLog:
     spec: JobSpec
     live: list[Live] = field(default_factory=list)
     lake: Lake | None = None
+    #: Whether `read()` has found a row, or files that may have one.
     found: bool = False
-    """Whether `read()` has found a row, or files that may have one."""
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> WholeLog:

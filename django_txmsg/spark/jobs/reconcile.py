@@ -149,18 +149,18 @@ class Reconciliation:
 
     horizon: dt.datetime
     counts: Counter[str] = field(default_factory=Counter)
+    #: Findings that no earlier run had, by verdict.
     new: Counter[str] = field(default_factory=Counter)
-    """Findings that no earlier run had, by verdict."""
+    #: Findings that are not acknowledged, by verdict.
     unacknowledged: Counter[str] = field(default_factory=Counter)
-    """Findings that are not acknowledged, by verdict."""
     destinations: dict[str, Counter[str]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
+    #: The number of messages that are older than the log which should have them.
     not_judged: int = 0
-    """The number of messages that are older than the log which should have them."""
+    #: Services whose clocks differ.
     clocks: list[Difference] = field(default_factory=list)
-    """Services whose clocks differ."""
+    #: Listeners of topics that are expected to receive nothing more.
     retired: list[Listener] = field(default_factory=list)
-    """Listeners of topics that are expected to receive nothing more."""
 
     @property
     def not_received(self) -> list[str]:

@@ -49,8 +49,8 @@ class Verified:
     files: int = 0
     rows: int = 0
     batches: int = 0
+    #: Batches that have changed since, or whose entry the log no longer has.
     unproven: int = 0
-    """Batches that have changed since, or whose entry the log no longer has."""
     problems: list[str] = field(default_factory=list)
 
 

@@ -204,8 +204,8 @@ class LakeReader(DataSourceReader):
 
     def __init__(self, table: LakeTable, schema: StructType) -> None:
         self.table, self.schema = table, schema
+        #: Conditions on the service or the day of a file.
         self.conditions: list[tuple[str, Callable[[Any, Any], bool], Any]] = []
-        """Conditions on the service or the day of a file."""
 
     def partitions(self) -> Sequence[InputPartition]:
         """Return the files that may contain matching rows."""

@@ -46,8 +46,8 @@ class LogStream(DataSourceStreamReader):
     versions.
     """
 
+    #: The end of the query; None if it has none.
     target: dict[str, Any] | None = None
-    """The end of the query; None if it has none."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class LogStream(DataSourceStreamReader):
         self.stuck_after = float(options.get("stuckafter", 6 * 3600))
         self._looked = self._stood_since = float("-inf")
         self._stood_at = -1
+        #: The end of the last micro-batch.
         self._reached: dict[str, Any] | None = None
-        """The end of the last micro-batch."""
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
         """Return the beginning of the log. Raises EnvironmentFault if there are rows

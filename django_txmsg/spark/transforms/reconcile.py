@@ -60,36 +60,36 @@ FINDINGS = (*LOST, *STUCK, "dead", "late", "unknown_sender")
 class Judgement:
     """The rules by which messages are judged."""
 
+    #: Messages that were due before it should have arrived.
     horizon: dt.datetime
-    """Messages that were due before it should have arrived."""
+    #: A message is late that is processed later than this after it was due.
     late_after: dt.timedelta
-    """A message is late that is processed later than this after it was due."""
+    #: The same for destinations by a pattern; the first one that fits.
     late_at: Sequence[tuple[str, dt.timedelta]] = ()
-    """The same for destinations by a pattern; the first one that fits."""
+    #: What was due before it should have left, or been processed.
     stuck_before: dt.datetime | None = None
-    """What was due before it should have left, or been processed."""
+    #: Patterns of destinations which something consumes that keeps no log of ours, of
+    #: listeners of topics, or of brokers, as `broker:PATTERN`.
     external: Sequence[str] = ()
-    """Patterns of destinations which something consumes that keeps no log of ours, of
-    listeners of topics, or of brokers, as `broker:PATTERN`."""
+    #: Patterns of senders that keep no log of ours.
     external_senders: Sequence[str] = ()
-    """Patterns of senders that keep no log of ours."""
+    #: Services, and their brokers at which workers of Celery take messages.
     task_brokers: Sequence[tuple[str, str]] = ()
-    """Services, and their brokers at which workers of Celery take messages."""
+    #: Destinations from which a stage has received.
     received: Collection[str] = ()
-    """Destinations from which a stage has received."""
+    #: Sender, receiver, and by how many microseconds the receiver's clock is ahead.
     clocks: Sequence[tuple[str, str, int]] = ()
-    """Sender, receiver, and by how many microseconds the receiver's clock is ahead."""
+    #: By service, the instants from which its outbox and its inbox are complete.
     outbox_from: Mapping[str, dt.datetime] = field(default_factory=dict)
     inbox_from: Mapping[str, dt.datetime] = field(default_factory=dict)
-    """By service, the instants from which its outbox and its inbox are complete."""
+    #: Services, and the destinations that they consume.
     receivers: Collection[tuple[str, str]] = ()
-    """Services, and the destinations that they consume."""
+    #: Of messages that were neither sent or due nor, by a sender unknown, received
+    #: since then, nothing is reported, except of those in `standing`.
     since: dt.datetime | None = None
-    """Of messages that were neither sent or due nor, by a sender unknown, received
-    since then, nothing is reported, except of these:"""
+    #: The messages and runs about which there are findings, each with its verdict, and
+    #: messages that have died or were redelivered since then.
     standing: Sequence[tuple[str, str]] = ()
-    """The messages and runs about which there are findings, each with its verdict, and
-    messages that have died or were redelivered since then."""
 
     @property
     def standing_ids(self) -> set[str]:
