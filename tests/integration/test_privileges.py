@@ -3,57 +3,38 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
-import psycopg
 import pytest
 from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.test import Client, override_settings
 
-from django_txmsg.django_internals import raw
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, IdempotencyKey, InboxMessage, OutboxMessage
 from django_txmsg.sending.outbox import send_message, send_messages
-from tests import factories
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.integration.test_doctor import doctor, of
+from tests.privileges import acting
 from tests.running import committing, declared, txmsg
 
 pytestmark = pytest.mark.postgresql
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "production.md"
-
-
-def documented() -> list[str]:
-    """Return the statements that the page gives for existing tables."""
-    section = PAGE.read_text().split("### Privileges on PostgreSQL")[1]
-    found = re.findall(r"^GRANT .*;$", section, re.MULTILINE)
-    assert len(found) == 2
-    return found
-
 
 @pytest.fixture
-def shop() -> Iterator[None]:
-    """Make new connections use a role with the documented privileges."""
-    with connection.cursor() as cursor:
-        cursor.execute("CREATE ROLE shop")
-        for statement in documented():
-            cursor.execute(statement)
-        cursor.execute("ALTER ROLE SESSION_USER SET role = shop")
-    connections.close_all()
-    try:
-        yield
-    finally:
+def shop() -> Iterator[str]:
+    """The role of all connections to the default database."""
+
+    def execute(statement: str) -> None:
         with connection.cursor() as cursor:
             cursor.execute("SET ROLE NONE")
-            cursor.execute("ALTER ROLE SESSION_USER RESET role")
-            cursor.execute("DROP OWNED BY shop")
-            cursor.execute("DROP ROLE shop")
+            cursor.execute(statement)
+
+    with acting(execute, connection.settings_dict["NAME"]) as role:
         connections.close_all()
+        yield role
+    connections.close_all()
 
 
 def handler(message: Message) -> None:
@@ -64,7 +45,7 @@ def handler(message: Message) -> None:
 
 
 @committing
-def test_documented_privileges_suffice_for_every_process(shop: None) -> None:
+def test_documented_privileges_suffice_for_every_process(shop: str) -> None:
     web = override_settings(
         ROOT_URLCONF="tests.integration.http.urls",
         MIDDLEWARE=["django_txmsg.middleware.OutboxMiddleware"],
@@ -97,10 +78,10 @@ def test_documented_privileges_suffice_for_every_process(shop: None) -> None:
 
 
 @committing
-def test_a_role_that_may_not_use_the_sequences_is_bad(shop: None) -> None:
+def test_a_role_that_may_not_use_the_sequences_is_bad(shop: str) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SET ROLE NONE")
-        cursor.execute("REVOKE USAGE ON ALL SEQUENCES IN SCHEMA public FROM shop")
+        cursor.execute(f"REVOKE USAGE ON ALL SEQUENCES IN SCHEMA public FROM {shop}")
     connections.close_all()
     with txmsg():
         code, examined = doctor()
@@ -109,38 +90,3 @@ def test_a_role_that_may_not_use_the_sequences_is_bad(shop: None) -> None:
     assert (code, bad["state"]) == (1, "bad")
     assert "django_txmsg_" in bad["text"]
     assert "USAGE on their sequences" in bad["cure"]
-
-
-@pytest.mark.django_db(transaction=True, databases=["default", "other"])
-@pytest.mark.parametrize("may_see", [True, False])
-def test_archive_knows_how_old_a_transaction_of_another_role_is(
-    shop: None, tmp_path: Path, may_see: bool
-) -> None:
-    """To a role without `pg_read_all_stats`, the transaction counts as open for too
-    long. To other roles it is young."""
-    factories.OutboxMessageFactory(dispatched=True, created_at=factories.ago(days=99))
-    info = raw(connection).info
-    other = psycopg.connect(
-        **info.get_parameters(), password=info.password, autocommit=True
-    )
-    with txmsg(LAKE=f"file://{tmp_path}/lake"), other:
-        other.execute("SET ROLE NONE")
-        if may_see:
-            other.execute("GRANT pg_read_all_stats TO shop")
-        with other.transaction():
-            other.execute("SELECT pg_current_xact_id()")
-            factories.OutboxMessageFactory(
-                dispatched=True, created_at=factories.ago(days=99)
-            )
-            assert archive() == (0 if may_see else 1)
-        assert archive() == 0
-    assert not OutboxMessage.objects.exists()
-
-
-def archive() -> int:
-    """Return the exit code of `pipeline archive`."""
-    try:
-        call_command("pipeline", "archive", "--engine", "local", "--json")
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
