@@ -93,11 +93,12 @@ def print_list(
         out.write(printable(line))
 
 
-def say(stream: Any, text: str) -> None:
-    """Write a line. If the output is closed, do nothing, so that the process can still
-    finish its messages."""
+def say(stream: Any, text: str = "") -> None:
+    """Write a line, or only what is not written yet. If the output is closed, do
+    nothing, so that the process can still finish its messages."""
     try:
-        stream.write(text)
+        if text:
+            stream.write(text)
         stream.flush()
     except BrokenPipeError:
         # Python would try once more at its end, and exit with 120.

@@ -221,7 +221,8 @@ def test_run_leaves_the_lines_to_a_log_that_is_printed(
 )
 def test_closed_output_drains_the_process(command: str, code: Path) -> None:
     """The reader of the process's output is gone, as after `| head` or in a closed
-    terminal. The process goes on working, and SIGTERM still drains it."""
+    terminal. The process goes on working, and SIGTERM still drains it, also if lines of
+    a log were not written."""
     read, write = os.pipe()
     settings = {**IMPATIENT, "BROKERS": BROKERS}
     process = subprocess.Popen(
@@ -232,6 +233,7 @@ def test_closed_output_drains_the_process(command: str, code: Path) -> None:
             "TXMSG_TEST_SETTINGS": json.dumps(settings),
             "PYTHONPATH": f"{ROOT}:{code.parent}",
             "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "",
         },
         cwd=ROOT,
         stdout=write,
@@ -250,6 +252,10 @@ def test_closed_output_drains_the_process(command: str, code: Path) -> None:
             put("tests.run", b'"bad"')
             put("tests.run", b'"good"')
             wait_until(lambda: effects("first"), deadline=60)
+        if "--reload" in command:
+            # The parent logs that it starts its child again, and why.
+            code.write_text(STAGES.replace("VERSION", "second"))
+            wait_until(lambda: put("tests.run") and effects("second"), deadline=60)
         process.terminate()
         assert process.wait(60) == 0
         assert not Worker.objects.exists()

@@ -384,7 +384,14 @@ def _supervise(options: Mapping[str, Any], stderr: Any) -> None:
             )
             stack.enter_context(server.answering(stderr))
         code = supervisor.run()
+    _write_rest()
     sys.exit(code)
+
+
+def _write_rest() -> None:
+    """Write the lines of a log that are left. If the output is closed, drop them."""
+    for stream in (sys.stdout, sys.stderr):
+        say(stream)
 
 
 @contextmanager
@@ -403,6 +410,7 @@ def working(
     if not options.get("once"):
         stay_light()
     with ExitStack() as stack:
+        stack.callback(_write_rest)
         stack.enter_context(stop_on_signals(stop, stderr))
         stack.enter_context(_state_written(needed=_supervisor.is_child()))
         if options["http"] is not None:
