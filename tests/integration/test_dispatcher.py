@@ -175,17 +175,22 @@ def test_exception_of_a_broker_does_not_end_the_thread(
         wait_until(lambda: pending() == 1)
 
 
+class Refuses(logging.Handler):
+    """A handler of the project's own that raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.tried.set()
+        raise OSError("the disk is full")
+
+
 @pytest.mark.parametrize("error", [RuntimeError, BrokerUnavailable])
 def test_a_log_that_raises_does_not_end_the_thread(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = threading.Event()
-
-    class Refuses(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            tried.set()
-            raise OSError("the disk is full")
-
     def fail(*arguments: Any, **_: Any) -> Any:
         raise error("no broker")
 
@@ -197,7 +202,7 @@ def test_a_log_that_raises_does_not_end_the_thread(
             with monkeypatch.context() as patched:
                 patched.setattr(DatabaseSession, "send", fail)
                 send()
-                assert tried.wait(30)
+                assert handler.tried.wait(30)
         finally:
             logger.removeHandler(handler)
         (thread,) = dispatcher._dispatcher.all()
@@ -406,13 +411,6 @@ def test_a_log_that_raises_between_commits_does_not_end_the_thread(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "django_txmsg.breaker")
-    tried = threading.Event()
-
-    class Refuses(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            tried.set()
-            raise OSError("the disk is full")
-
     handler = Refuses()
     logger = logging.getLogger("django_txmsg.breaker")
     monkeypatch.setattr(dispatcher, "IDLE", 0.05)
@@ -428,7 +426,7 @@ def test_a_log_that_raises_between_commits_does_not_end_the_thread(
         logger.addHandler(handler)
         try:
             monkeypatch.setattr(breaker, "QUIET", 0.05)
-            assert tried.wait(30)  # says that the broker works again
+            assert handler.tried.wait(30)  # says that the broker works again
         finally:
             logger.removeHandler(handler)
         send()
@@ -439,13 +437,6 @@ def test_a_log_that_raises_at_the_end_of_an_outage_of_the_database_ends_no_threa
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "django_txmsg.breaker")
-    tried = threading.Event()
-
-    class Refuses(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            tried.set()
-            raise OSError("the disk is full")
-
     handler = Refuses()
     logger = logging.getLogger("django_txmsg.breaker")
     with txmsg(DISPATCH_ON_COMMIT="thread"):
@@ -457,7 +448,7 @@ def test_a_log_that_raises_at_the_end_of_an_outage_of_the_database_ends_no_threa
         logger.addHandler(handler)
         try:
             send()
-            assert tried.wait(30)  # says that the database works again
+            assert handler.tried.wait(30)  # says that the database works again
         finally:
             logger.removeHandler(handler)
         send()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import enum
 import logging
 import math
 import threading
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
-from django.db.models import TextChoices
 from django.test import override_settings
 
 from django_txmsg import Destination, every, tasks
@@ -29,6 +27,7 @@ from django_txmsg.scheduling.timetable import recurring
 from django_txmsg.testing import drain
 from tests.faults import ManageProcess, wait_until
 from tests.forgetting import forget_recurring
+from tests.integration.test_store import Choice, Plain, Text
 from tests.running import IMPATIENT, committing, declared, set_sequence, ship, txmsg
 
 UTC = dt.timezone.utc
@@ -543,18 +542,6 @@ def test_two_recurring_messages_of_one_name_are_refused() -> None:
             every("* * * * *", "tests.once", {"a": 2})
     finally:
         forget_recurring("tests.once")
-
-
-class Choice(TextChoices):
-    PLACE = "orders.place"
-
-
-class Text(str, enum.Enum):
-    PLACE = "orders.place"
-
-
-class Plain(enum.Enum):
-    PLACE = "orders.place"
 
 
 #: A valid expression that is longer than its column.
