@@ -346,7 +346,8 @@ def _content(
 
 
 def _minutes(text: str) -> dt.timedelta:
-    """Return a number of minutes. Raises ValueError if the text is no such number."""
+    """Return the duration of a number of minutes, which is given as text. Raises
+    ValueError if the text is not a number, or if the number is negative."""
     with suppress(OverflowError, ValueError):
         if (found := dt.timedelta(minutes=float(text))) >= dt.timedelta():
             return found

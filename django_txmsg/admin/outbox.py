@@ -115,8 +115,7 @@ class OutboxAdmin(MessageAdmin):
     @admin.display(description="message")
     def message(self, row: OutboxMessage) -> SafeString:
         """The message's id, and a badge if the message was stored again."""
-        again = row.replay_id and not row.replay_id.startswith(outbox.NEW)
-        badge = display.badge("again") if again else ""
+        badge = display.badge("again") if outbox.is_again(row.replay_id) else ""
         return format_html("{} {}", display.short_id(row.message_id), badge)
 
     @admin.display(description="failed attempts")

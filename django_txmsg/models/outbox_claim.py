@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from django.db import connections
 
 from .. import rules
-from ..rules.outbox import NEW, PENDING, PENDING_OTHERWISE
+from ..rules.outbox import PENDING, PENDING_OTHERWISE, is_again
 from ..wire import format_instant
 from .claiming import UNLIMITED, bounds, claim_sql
 from .fields import SqlManager, no_wait_sql, read_instant
@@ -335,9 +335,7 @@ def _claimed(row: Sequence[Any]) -> Claimed:
         bytes(body),
         expires_at and read_instant(expires_at),
         attempts,
-        bool(key)
-        and linked_at is None
-        and (not replay_id or replay_id.startswith(NEW)),
+        bool(key) and linked_at is None and not is_again(replay_id),
         # Other messages wait for a linked one, so it is sent in any case.
         bool(expired) and linked_at is None,
         _instant_text(created),

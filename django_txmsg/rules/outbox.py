@@ -10,10 +10,15 @@ from .dead_letters import is_open
 NEW = "new/"
 
 
+def is_again(replay_id: str) -> bool:
+    """Return whether a message is stored again under its own id."""
+    return bool(replay_id) and not replay_id.startswith(NEW)
+
+
 def origin(replay_id: str) -> str:
     """Return in words what has stored a message again, or under a new id. Empty for an
     ordinary message."""
-    again = "" if replay_id.startswith(NEW) else "again, "
+    again = "again, " if is_again(replay_id) else ""
     return f"{again}by {replay_id.removeprefix(NEW)}" if replay_id else ""
 
 
