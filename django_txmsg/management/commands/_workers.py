@@ -384,7 +384,6 @@ def _supervise(options: Mapping[str, Any], stderr: Any) -> None:
             )
             stack.enter_context(server.answering(stderr))
         code = supervisor.run()
-    _write_rest()
     sys.exit(code)
 
 
@@ -405,12 +404,12 @@ def working(
     In that parent, run the children instead, and exit. So check the command's other
     options before. Raises CommandError if the block ends because of an error.
     """
-    _supervise(options, stderr)
-    return_memory()
-    if not options.get("once"):
-        stay_light()
     with ExitStack() as stack:
         stack.callback(_write_rest)
+        _supervise(options, stderr)
+        return_memory()
+        if not options.get("once"):
+            stay_light()
         stack.enter_context(stop_on_signals(stop, stderr))
         stack.enter_context(_state_written(needed=_supervisor.is_child()))
         if options["http"] is not None:
