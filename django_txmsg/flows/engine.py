@@ -108,7 +108,12 @@ def _signalled(declared: Declaration, message: Message) -> None:
     now = clock(declared.using)
     # A time in the future, from another system, would never become too old.
     since = min(sent, now)
-    if run is not None or runs.filter(ended_at__gte=since).exists():
+    if run is None:
+        over = runs.filter(ended_at__gte=since).exists()
+    else:
+        # A run that goes back to a step will wait again.
+        over = run.kept_undos is None
+    if over:
         late(declared, message, None if run is None else run.run_id)
         return
     age = now - since

@@ -801,6 +801,24 @@ def test_a_signal_before_its_run_waits_for_it_and_for_no_other() -> None:
     assert DeadLetter.objects.get().reason == "no_run"
 
 
+def test_a_signal_to_a_run_that_goes_back_waits_until_it_has_gone_back() -> None:
+    run = place()
+    drain()
+    Order.objects.all().delete()  # the first step will create it again
+    with transaction.atomic():
+        acts.act("go-back", run, acts.Given(to="start"))
+        Checkout.signal("1", Note("in time"))
+    ship()
+    take(stages.find(["shop.checkout.steps"])[0])
+    assert again(run).failing
+
+    drain(ahead=2 * MINUTE)
+
+    assert (again(run).step, run.waits_for) == ("approved", WaitsFor.RESUME)
+    assert json.loads(run.state)["notes"] == ["in time"]
+    assert effects() == ["reserve 1", "release 1", "reserve 1"]
+
+
 def test_signal_that_was_not_sent_can_be_cancelled() -> None:
     with transaction.atomic():
         Checkout.signal("nobody", Note("early"))
