@@ -17,7 +17,7 @@ from ..models import Run
 from ..models.fields import clock
 from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address
-from ..sending.undoing import given_up, revoke
+from ..sending.undoing import given_up, revoke, withdraw
 from . import joining
 from .declaration import Declaration
 from .going import Going, checked, late
@@ -147,6 +147,9 @@ def _cancelled(declared: Declaration, message: Message) -> None:
     begun = undone.answered or runs.filter(run_id=undone.request_id).exists()
     first = not begun and revoke(undone, name, name, using)
     unanswered = first and not given_up(undone, name, using)
+    # A step locks its message before the run, and so does this.
+    if runs.filter(run_id=undone.request_id, waits_for=WaitsFor.START).exists():
+        withdraw(undone, name, using)
     run = runs.locked(undone.request_id)
     why = message.body.read(codecs.reader(Cancelled))
     caller = Address.of(given) if unanswered or not ours else None

@@ -103,6 +103,17 @@ def revoke(undone: wire.Undone, stage: str, destination: str, using: str) -> boo
     return all(revoked)
 
 
+def withdraw(undone: wire.Undone, stage: str, using: str) -> None:
+    """Revoke the first message of a run that has not begun, and its edited copies, and
+    close their dead letters, including a relay's. Otherwise an operator could redeliver
+    one after the run is pruned, and a new run would begin."""
+    inbox = InboxMessage.objects.db_manager(using)
+    # Closes all dead letters before the first inbox row changes.
+    copies = {*_copies(undone, "", using), *_copies(undone, stage, using)}
+    for one in sorted(copies):
+        inbox.revoke(stage, one, stage)
+
+
 def given_up(undone: wire.Undone, stage: str, using: str) -> bool:
     """Return whether a request, or an edited copy of the request, was answered with
     `Dead` before it reached the stage. That answer leaves no row in the inbox."""

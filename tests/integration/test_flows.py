@@ -883,6 +883,46 @@ def test_discarding_the_first_message_of_a_run_cancels_the_run(reason: str) -> N
     assert place().pk != run.pk, "its key is free"
 
 
+@pytest.mark.parametrize("reason", ["attempts_exhausted", "rejected"])
+def test_cancelling_a_run_closes_the_dead_letter_of_its_first_message(
+    reason: str,
+) -> None:
+    Order.objects.create(number="1")  # the first step cannot create it
+    run = place()
+    if reason == "rejected":
+        reject_all()
+    drain(raises=False)
+    assert DeadLetter.objects.get().reason == reason
+    with transaction.atomic():
+        cancel(run, "closed")
+    drain()
+
+    assert failed(run) == {"why": "closed"}
+    assert DeadLetter.objects.get().resolution == "discarded"
+    # What the retention deletes before the dead letter.
+    for model in (Order, Run, InboxMessage):
+        model.objects.all().delete()
+    assert (operate("restore"), operate("redeliver")) == (0, 0)
+    drain()
+    assert not Run.objects.exists()
+
+
+def test_cancelling_a_run_revokes_the_edited_copy_of_its_first_message() -> None:
+    with at_hand(Napping):
+        with transaction.atomic():
+            run = start(Napping, Pack("1", "\U0001f600"), key="1")
+        drain(raises=False)
+        edit("blue")
+        with transaction.atomic():
+            cancel(run, "closed")
+        ship()
+        take(stages.find(["shop.napping.steps"])[0])
+        assert failed(run) == {"why": "closed"}
+        Run.objects.all().delete()  # as the retention does, if the copy waits so long
+        drain()
+        assert not Run.objects.exists()
+
+
 @shelved
 class Persistent(Flow[Reserve, Reserved | Cancelled], name="shop.persistent"):
     @step
