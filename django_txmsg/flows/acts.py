@@ -100,6 +100,11 @@ def _go_back(run: Run, given: Given) -> str:
         )
     argument = _argument_of(declared, row, given)
     before = rows.filter(pk__lt=row.pk).last()
+    if before is None and declared.steps[row.step] is not declared.steps["start"]:
+        raise FlowError(
+            f"Run {run.run_id} cannot go back to step {row.step!r}: the state before "
+            f'it is unknown, because FLOWS["HISTORY"] was off when the run began.'
+        )
     message = Message(id=new_id(), destination=declared.steps_name, body=None)
     going = Going(declared, run, message)
     rows.filter(pk__gte=row.pk).update(left=True)

@@ -618,6 +618,22 @@ def test_a_second_go_back_is_from_the_new_history() -> None:
     assert json.loads(again(run).state)["said"] == ["first", "first"]
 
 
+def test_run_whose_history_began_later_does_not_go_back_to_its_first_row() -> None:
+    run = begin()
+    with txmsg(FLOWS={"HISTORY": False}):
+        for name in ("acts.trip", "acts.book", "acts.trip.steps"):
+            ship()
+            take(stages.find([name])[0])
+    drain()
+    assert again(run).step == "approved"
+
+    with pytest.raises(CommandError, match="the state before it is unknown"):
+        command("go-back", run.run_id, "--to", "paid")
+
+    assert FlowStep.objects.get(run=run).left is False
+    assert (again(run).waits_for, Shop.did) == (WaitsFor.RESUME, ["book", "pay"])
+
+
 def test_run_cancelled_while_it_goes_back_is_undone_and_does_not_go_on() -> None:
     run = waiting()
     command("go-back", run.run_id, "--to", "booked")
