@@ -32,6 +32,14 @@ OF_AN_ENDED_RUN = Rule(
 )
 
 
+#: A run may undo the request with this `message_id`, and does not know yet whether the
+#: request was executed. For the rows of any table.
+MAY_UNDO = Rule(
+    "EXISTS (SELECT 1 FROM django_txmsg_flowundo u"
+    " WHERE u.request_id = {message_id} AND u.confirmed_at IS NULL AND NOT u.answered)"
+)
+
+
 def _none_in(relation: str) -> Rule:
     """Return a rule that is true if the table `relation` has no rows of the run."""
     return Rule(

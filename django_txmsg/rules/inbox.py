@@ -3,7 +3,7 @@ a message waits, and when its failed attempts may be deleted."""
 
 from __future__ import annotations
 
-from . import NOT_LEASED, Rule
+from . import NOT_LEASED, Rule, flows
 from .dead_letters import is_open
 
 #: Subquery of the names of all paused stages, whose consumers take no messages now; a
@@ -61,9 +61,15 @@ _LAST = (
     " THEN COALESCE({processed_at}, {dead_at}) ELSE {last_received_at} END"
 )
 
+#: It was processed, and a run of this database may undo it. The undo finds out from
+#: this row that there is something to undo.
+MAY_BE_UNDONE = PROCESSED & flows.MAY_UNDO
+
 #: It may be deleted or archived.
-SETTLED = Rule(_LAST + " < {cutoff}") & (
-    PROCESSED | (DEAD & ~is_open("{stage}")) | KILLED
+SETTLED = (
+    Rule(_LAST + " < {cutoff}")
+    & (PROCESSED | (DEAD & ~is_open("{stage}")) | KILLED)
+    & ~MAY_BE_UNDONE
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import Rule, inbox
+from . import Rule, flows, inbox
 from .dead_letters import is_open
 
 #: How the `replay_id` of a message begins that the pipeline has stored under a new id.
@@ -51,10 +51,8 @@ _HOLDS = Rule(
 
 #: It is a request that a consumer may still execute, and a run may undo it. The undo
 #: of a foreign request is sent after the request has expired.
-_MAY_BE_UNDONE = Rule(
-    "{expires_at} IS NOT NULL AND {expires_at} >= {cutoff}"
-    " AND EXISTS (SELECT 1 FROM django_txmsg_flowundo u"
-    " WHERE u.request_id = {message_id} AND u.confirmed_at IS NULL AND NOT u.answered)"
+_MAY_BE_UNDONE = (
+    Rule("{expires_at} IS NOT NULL AND {expires_at} >= {cutoff}") & flows.MAY_UNDO
 )
 
 #: It may be deleted or archived. Worded so that no index matches: callers page by the

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -2089,6 +2089,25 @@ def test_an_undo_older_than_the_inbox_by_a_clock_that_is_ahead_is_in_doubt() -> 
     drain()
     assert DeadLetter.objects.get().reason == "undo_in_doubt"
     assert not InboxMessage.objects.filter(stage="shop.reserve").exists()
+
+
+def test_undo_finds_a_request_that_is_older_than_what_the_inbox_keeps() -> None:
+    """`pipeline archive --older-than 3d` deletes the same rows earlier than the
+    settings say, and knows nothing about these."""
+    run = place()
+    drain()
+    columns = ("first_received_at", "last_received_at", "processed_at")
+    InboxMessage.objects.update(**{one: F(one) - 5 * DAY for one in columns})
+    FlowUndo.objects.update(created_at=F("created_at") - 5 * DAY, answered=False)
+    (kind,) = [one for one in retention.kinds() if one.model is InboxMessage]
+    assert sum(retention.prune(replace(kind, days=3), "default")) == 2
+
+    say(False)
+    drain()
+
+    assert failed(run) == {"number": "1"}
+    assert effects() == ["reserve 1", "release 1"]
+    assert sum(retention.prune(replace(kind, days=3), "default")) == 1
 
 
 def test_an_undo_older_than_the_inbox_is_for_a_person() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import uuid
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,33 @@ def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> 
     assert found == [1, 1]
     connection.close()
     assert log.count("django_txmsg_keytail") == 0
+
+
+def test_erase_leaves_the_record_of_work_that_an_open_run_may_undo(log: Log) -> None:
+    request = uuid.uuid4()
+    log.receive([{"message_id": request, "correlation_id": PERSON}])
+    log.insert(
+        "django_txmsg_run",
+        [{"id": 1, "run_id": uuid.uuid4(), "service": "shop", "flow": "f", "key": "",
+          "version": 1, "state": "{}", "step": "s", "reads": "", "otherwise": "",
+          "turn": uuid.uuid4(), "waits_for": "resume", "asked": "", "failing": False,
+          "undos": 1, "answer": "", "answer_type": "", "outcome": "", "caller": {},
+          "first_run": uuid.uuid4(), "hop": 0, "baggage": {}, "correlation_id": ""}],
+    )  # fmt: skip
+    log.insert(
+        "django_txmsg_flowundo",
+        [{"run_id": 1, "number": 1, "destination": "d", "body_type": "", "body": b"1",
+          "cancels": False, "answered": False, "request_id": request}],
+    )  # fmt: skip
+    with closing(connect_plain(log.spec)) as connection:
+        assert messages_named(connection, [], [PERSON]) == {str(request)}
+        erase = partial(erase_rows, connection, RELATIONS["inbox"], [str(request)])
+
+        assert not any(erase(dry_run=True).values())
+        assert not any(erase(dry_run=False).values())
+        assert log.count("django_txmsg_inboxmessage") == 1
+        log.execute("UPDATE django_txmsg_flowundo SET confirmed_at = created_at")
+        assert sum(erase(dry_run=False).values()) == 1
 
 
 def test_erasing_a_person_includes_the_files(

@@ -365,6 +365,10 @@ BURIED = {**GONE, "dead_at": OLD, "last_error": "no"}
 SETTLED_RECEIVED: list[tuple[str, dict[str, Any], Any, bool]] = [
     ("processed", {"processed_at": OLD}, None, True),
     ("processed lately", {"processed_at": YOUNG}, None, False),
+    ("processed, may be undone", {"processed_at": OLD}, undo(), False),
+    ("processed, answered", {"processed_at": OLD}, undo(answered=True), True),
+    ("processed, undone", {"processed_at": OLD}, undo(confirmed_at=OLD), True),
+    ("dead, may be undone", BURIED, undo(), True),
     ("copies come", {"processed_at": OLD, "last_received_at": YOUNG}, None, False),
     ("parked", {"parked": True, "due_at": OLD}, None, False),
     ("in hand", GONE, None, False),

@@ -201,6 +201,8 @@ _ENDED = f"SELECT id FROM {_RUN} WHERE ended_at IS NOT NULL"
 #: The condition for the rows that belong to messages, by default their message id.
 _CONDITIONS = {
     _QUEUE: "{header} IN ({ids})",
+    # An open run cannot undo a request if the record of its work is gone.
+    _INBOX: "message_id IN ({ids}) AND " + (~inbox.MAY_BE_UNDONE).sql(),
     RESPONSES: "session_id IN ({ids}) AND (body IS NOT NULL OR headers <> '[]')",
     "django_txmsg_flowstep": "run_id IN ({own})"
     " OR message_id IN ({ids}) AND run_id IN ({ended})",
