@@ -12,8 +12,9 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
-from django.core.mail import send_mail
+from django.core import mail
 from django.db import router
 
 from .. import conf, signals
@@ -23,7 +24,7 @@ from ..models.fields import local
 from ..models.monitoring import LEASE
 from ..runtime import liveness
 from ..scheduling.time_loop import TimeLoop
-from ..webhook import NoWebhook, Webhook, alert_message
+from ..webhook import TIMEOUT, NoWebhook, Webhook, alert_message
 from . import alarms, status
 from .lengths import duration
 from .status import Status
@@ -193,7 +194,13 @@ class Alerting(TimeLoop):
         subject = " ".join(message["text"].split())[:200]
         try:
             text = f"{alert.text}\n\nSince {local(alert.since)}."
-            send_mail(subject, text, None, to)
+            # Django 6.1 deprecates get_connection().
+            new = hasattr(mail, "mailers")
+            backend: Any = mail.mailers.default if new else mail.get_connection()
+            # A mail server that does not answer would block all alerts.
+            if getattr(backend, "timeout", TIMEOUT) is None:
+                backend.timeout = TIMEOUT
+            backend.send_messages([mail.EmailMessage(subject, text, None, to)])
         except Exception as error:  # of any kind, by the project's mail backend
             log.warning("alert %s was not mailed: %r", alert.name, error)
             return False

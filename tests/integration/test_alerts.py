@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import re
+import socket
 import threading
 import uuid
 from collections.abc import Iterator
@@ -255,6 +256,31 @@ def test_a_receiver_that_fails_keeps_neither_the_relay_nor_the_other_one(
         Alert.objects.update(lease_until=None)
         Alerting(["default"]).tick()
         assert Alert.objects.get().delivered == "firing"
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_a_mail_server_that_says_nothing_does_not_block_alerts(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alerting, "TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        smtp = "django.core.mail.backends.smtp.EmailBackend"
+        given: dict[str, Any] = {"EMAIL_BACKEND": smtp, "EMAIL_HOST": host}
+        given["EMAIL_PORT"] = port
+        if django.VERSION >= (6, 1):
+            options = {"host": host, "port": port}
+            given = {"MAILERS": {"default": {"BACKEND": smtp, "OPTIONS": options}}}
+        factories.DeadLetterFactory()
+        # Ends the wait of a mail that has no time-out.
+        rescue = threading.Timer(20, silent.close)
+        rescue.start()
+        with alerts("dead", MAIL=[MAIL]), override_settings(**given):
+            Alerting(["default"]).tick()
+        rescue.cancel()
+        assert silent.fileno() >= 0
+    assert len(receiver.calls) == 1
+    assert Alert.objects.get().delivered == ""
 
 
 @pytest.mark.django_db(databases=["default", "other"])
