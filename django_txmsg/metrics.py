@@ -22,7 +22,7 @@ from django.db import DatabaseError, InterfaceError, router
 from django.dispatch import Signal
 from django.http import HttpRequest, HttpResponse
 
-from . import signals
+from . import conf, signals
 from .errors import ConfigurationError
 from .lazy_imports import needs
 from .monitoring import status
@@ -52,7 +52,7 @@ TEXTS = {
     "stage_held_keys": "Keys whose messages wait for longer than ORDER_PATIENCE.",
     "stage_full": "1 while an ordered stage receives nothing: too many wait.",
     "stage_workers": "Live processes that run the stage, if it is declared here.",
-    "workers": "Living processes.",
+    "workers": "Living processes of this service.",
     "outage_seconds": "How long a process has been unable to use the named resource.",
     "database_unreadable": "1 while a database in use does not answer.",
     "queue_waiting": "Messages in a queue of the embedded broker.",
@@ -284,9 +284,9 @@ class Collector:
         for (name, alias), value in overdue.items():
             gauges.set("recurring_overdue", value, name=name, database=alias)
         present = picture.attendance
-        kinds = Counter(one.kind for one in present.living)
+        kinds, service = Counter(one.kind for one in present.own), conf.get().SERVICE
         for kind in ("relay", "consumer"):
-            gauges.set("workers", kinds[kind], kind=kind)
+            gauges.set("workers", kinds[kind], kind=kind, service=service)
         for worker in [*present.living, *present.lost]:
             age = (now - worker.heartbeat_at).total_seconds()
             gauges.set("worker_heartbeat_age_seconds", age, worker=worker.name)

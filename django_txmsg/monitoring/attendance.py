@@ -94,10 +94,15 @@ class Attendance:
         return missing
 
     @property
+    def own(self) -> list[Worker]:
+        """The live workers of this service."""
+        own = {"", conf.get().SERVICE}  # "": of an earlier release
+        return [one for one in self.living if one.service in own]
+
+    @property
     def relayed(self) -> bool:
         """Whether a relay of this service is running."""
-        own = {"", conf.get().SERVICE}  # "": of an earlier release
-        return any(one.kind == "relay" and one.service in own for one in self.living)
+        return any(one.kind == "relay" for one in self.own)
 
     @property
     def relayed_services(self) -> set[str]:

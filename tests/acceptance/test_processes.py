@@ -318,7 +318,7 @@ def test_metrics_count_for_all_children(
         return text
 
     wait_until(lambda: number() == 20, message=text)
-    assert 'txmsg_workers{kind="consumer"} 2.0' in text()
+    assert 'txmsg_workers{kind="consumer",service="tests"} 2.0' in text()
     files = {one.name for one in code.parent.glob("txmsg-metrics-*/*.db")}
     before = working(2)
     for pid in before:

@@ -92,9 +92,20 @@ def test_with_all_workers_running_status_is_ok(
     assert told()[0].endswith("All is well.\n")
     assert viewer.get(HEALTH).json()["status"] == "ok"
     metrics = viewer.get("/txmsg/metrics/").content.decode()
-    assert 'txmsg_workers{kind="consumer"} 2.0' in metrics
+    assert 'txmsg_workers{kind="consumer",service="tests"} 2.0' in metrics
     series = 'txmsg_stage_workers{database="default",stage="mail.send"}'
     assert f"{series} 1.0" in metrics
+
+
+def test_metrics_count_no_workers_of_other_services(viewer: Client) -> None:
+    factories.WorkerFactory(kind="relay", service="billing", stages=[])
+    factories.WorkerFactory(service="tests")
+
+    metrics = viewer.get("/txmsg/metrics/").content.decode()
+
+    assert 'txmsg_workers{kind="relay",service="tests"} 0.0' in metrics
+    assert 'txmsg_workers{kind="consumer",service="tests"} 1.0' in metrics
+    assert "billing" not in metrics
 
 
 def test_silent_worker_does_not_count_as_live(

@@ -45,7 +45,7 @@ def _labels(name: str) -> set[str]:
         "outbox": {"destination", "database"},
         "queue": {"destination", "database"},
         "worker": {"worker"},
-        "workers": {"kind"},
+        "workers": {"kind", "service"},
         "outage": {"kind", "name"},
         "database": {"database"},
         "flow": {"flow", "service", "database"},
