@@ -7,10 +7,11 @@ import datetime as dt
 import uuid
 from collections.abc import Callable
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.models.functions import Now
 
 from .. import wire
+from ..django_internals import in_block
 from ..envelope.message import check_key, new_id
 from ..errors import AlreadyResumed, FlowError, InvalidMessage
 from ..models import OutboxMessage, Run
@@ -94,7 +95,9 @@ def resume(token: str, value: object = None) -> None:
         run_id, turn = wire.read_ticket(token)
     except ValueError:
         raise FlowError("This is not the token of a waiting run.") from None
-    for using in sorted({one.using for one in declarations()}):
+    databases = sorted({one.using for one in declarations()})
+    # The run's database is one with a transaction. Another one may not answer.
+    for using in sorted(databases, key=lambda one: not in_block(connections[one])):
         runs = Run.objects.using(using).filter(
             run_id=run_id, turn=turn, waits_for=WaitsFor.RESUME, failing=False
         )

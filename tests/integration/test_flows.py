@@ -17,6 +17,7 @@ import pytest
 from django.db import connection, connections, transaction
 from django.db.models import F, Model
 from django.db.models.functions import Now
+from django.test.utils import CaptureQueriesContext
 
 from django_txmsg import (
     Destination,
@@ -670,6 +671,35 @@ def test_the_first_who_resumes_is_the_only_one() -> None:
     assert failed(run) == {"number": "1"}
     with pytest.raises(AlreadyResumed):
         say(True)
+
+
+@shelved
+class Approval(Flow[Reserve, str], name="shop.approval", within=None, using="other"):
+    @step
+    def start(self, request: Reserve) -> Next[str]:
+        return self.wait(then=self.approved)
+
+    @step
+    def approved(self, yes: bool) -> Next[str]:
+        return str(yes)
+
+
+def test_resume_first_queries_the_database_with_an_open_transaction() -> None:
+    with at_hand(Approval):
+        with transaction.atomic(using="other"):
+            run = start(Approval, Reserve("1"))
+        drain()
+        run.refresh_from_db()
+        assert run.turn is not None
+        token = wire.ticket(run.run_id, run.turn)
+        with (
+            CaptureQueriesContext(connection) as queries,
+            transaction.atomic(using="other"),
+        ):
+            resume(token, True)
+        drain()
+    assert queries.captured_queries == []
+    assert answered(run) == "True"
 
 
 def test_resume_after_the_stored_time_out_is_refused() -> None:
