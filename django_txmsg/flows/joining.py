@@ -144,7 +144,7 @@ def answered(
     if batch is None:
         return False
     if body.type == "txmsg.Buried":
-        _let_leave(batch, found[2])
+        _let_leave(batch, found)
         return True
     run, step = batch.run, declared.step(batch.run.step)
     failed = body.type in OURS and not step.reads(body.type)
@@ -157,26 +157,29 @@ def answered(
         return False
     if body.type != "txmsg.Dead":
         undos.note_answer(run, request_id)
-    _let_leave(batch, found[2])
+    _let_leave(batch, found)
     if batch.may_have_ended():
         following = {wire.HOP: str(hop(message.conversation))}
         declared.continue_run(run, turn, None, following)
     return True
 
 
-def _let_leave(batch: Batch, number: str | None) -> None:
-    """Release the held-back request with this number. If it was cancelled, release the
-    request that its answer would have released. Do nothing if `number` is None."""
-    rows = batch.rows()
+def _let_leave(batch: Batch, branch: re.Match[str]) -> None:
+    """Release the held-back request that the end of this branch releases, if any. If
+    that request was cancelled, release the next one in its place, and so on. The `Dead`
+    of a request that was cancelled while it was held back releases none."""
+    if branch[2] is None:
+        return
+    first, rows = int(branch[2]), batch.rows()
     stored = OutboxMessage.objects.using(rows.db).filter(cancelled_at__isnull=False)
-    while number:
-        held = rows.filter(number=number).first()
-        if held is None or _release(held.request_id, rows.db):
+    for number in range(first, batch.total, max(1, first - int(branch[1]))):
+        held = rows.get(number=number)
+        if _release(held.request_id, rows.db):
             return
+        # Before its `Dead` arrives, only its row says so. Later, the row may be pruned.
         cancelled = stored.filter(message_id=held.request_id)
-        headers = cancelled.values_list("headers", flat=True).first() or {}
-        branch = headers.get(wire.TICKET, "").partition("/")[2]
-        number = found[2] if (found := _BRANCH.fullmatch(branch)) else None
+        if not (held.failed or cancelled.exists()):
+            return
 
 
 def _release_undo(undo: uuid.UUID, answer: Message, using: str) -> bool:

@@ -32,8 +32,9 @@ _UNDECIDED = frozenset(
 @dataclass(frozen=True)
 class Dead:
     """The answer to a request that no stage will process: the stage refused the
-    request, the broker rejected it, no code can read it, or an operator discarded it.
-    `reason` is the same code as in the dead letter."""
+    request, the broker rejected it, no code can read it, an operator discarded it, or
+    it was cancelled. `reason` is the same code as in the dead letter, or
+    `cancelled`."""
 
     reason: str
 
@@ -49,9 +50,9 @@ class Cancelled:
 @message_type("txmsg.Buried")
 @dataclass(frozen=True)
 class Buried:
-    """Reports to a gather that one of its requests is a dead letter or was cancelled,
-    so that the gather sends its next request. This is not the answer: an operator may
-    still redeliver the dead letter."""
+    """Reports to a gather that one of its requests is a dead letter, so that the gather
+    sends its next request. This is not the answer: an operator may still redeliver the
+    dead letter."""
 
     reason: str
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from contextlib import nullcontext
 
 from django.db import transaction
-from django.db.models import F
 from django.utils import timezone
 
 from .. import wire
 from ..envelope.message import check_duration
 from ..errors import MAX_SECONDS, InvalidMessage
-from ..models import OutboxMessage, Run
+from ..models import DeadLetter, OutboxMessage, Run
 from ..models.run import WaitsFor
 from . import answering
-from .scope import alias_of
+from .scope import alias_of, current_scope, in_scope
 from .storing import after_commit
 
 
@@ -33,10 +33,10 @@ def cancel_message(
     undo, an answer, a time-out, the message of a resume() or later(), or the first
     message of a run that start() has stored.
 
-    If a relay has sent the message before and received no answer from the broker, the
-    message may arrive although it is cancelled. A run or a flow batch that waits for
-    the answer to the message waits until its deadline, and for ever if it has none.
-    Raises InvalidMessage if the id is not a UUID.
+    If a run of a flow or a flow batch waits for the answer to the message, the answer
+    is `Dead("cancelled")`. If a relay has sent the message before and received no
+    answer from the broker, the message may arrive although it is cancelled. Raises
+    InvalidMessage if the id is not a UUID.
     """
     alias = _alias(message_id, using)
     rows = OutboxMessage.objects.db_manager(alias)
@@ -47,25 +47,24 @@ def cancel_message(
         )
         if wire.continues_run(headers) or starting.exists():
             return False
-    with transaction.atomic(using=alias, savepoint=False):
+    current = current_scope()
+    # The answer commits with the cancel, even in a stage that sends by its broker.
+    apart = nullcontext() if current is None else in_scope(current.apart())
+    with transaction.atomic(using=alias, savepoint=False), apart:
         cancelled = rows.cancel([message_id], why=why)
-        # Held back until its deadline, it lets the next request leave when its own turn
-        # comes.
-        left = rows.filter(
-            pk__in=[pk for pk, _ in cancelled], due_at__lt=F("expires_at")
-        )
-        for headers, broker in left.values_list("headers", "broker"):
-            _let_next_leave(headers, alias, broker)
+        for row in rows.filter(pk__in=[pk for pk, _ in cancelled]).defer("body"):
+            _answer_dead(row, alias)
     return bool(cancelled)
 
 
-def _let_next_leave(headers: dict[str, str], using: str, broker: str) -> None:
-    """If the gather of this cancelled request holds back further requests, let it send
-    the next request: no answer will do so."""
-    if wire.is_request(headers) and wire.holds_back(headers[wire.TICKET]):
-        address = answering.Address.of(headers)
-        if address is not None:
-            address.send(answering.Buried("cancelled"), using=using, broker=broker)
+def _answer_dead(row: OutboxMessage, using: str) -> None:
+    """Answer a cancelled message if it is a request. If its gather still held it back,
+    the answer lets no other request leave: it was not one of those on their way."""
+    headers = {**row.headers, wire.CORRELATION_ID: row.correlation_id}
+    if wire.TICKET in headers and row.due_at == row.expires_at:
+        headers[wire.TICKET] = headers[wire.TICKET].partition("-")[0]
+    request = DeadLetter(message_id=row.message_id, broker=row.broker, headers=headers)
+    answering.answer_dead(request, "cancelled", using=using)
 
 
 def reschedule_message(

@@ -17,7 +17,7 @@ from django.core.management import CommandError, call_command
 from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from django_txmsg import Message, cancel_message, stages, wire
+from django_txmsg import Message, Refuse, cancel_message, stages, wire
 from django_txmsg.consuming import bulk_thread
 from django_txmsg.dead_letters import burial
 from django_txmsg.envelope.failure import Failure
@@ -36,7 +36,7 @@ from django_txmsg.models import (
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.testing import drain
 from tests.docs.pages import ROOT
-from tests.running import committing, declared, ship, txmsg
+from tests.running import committing, declared, put, ship, txmsg
 from tests.running import step as take
 from tests.trips import Order, Shop, Trip, begin, pay, trips, unpay, waiting
 
@@ -528,13 +528,64 @@ def test_first_message_of_a_started_run_cannot_be_cancelled() -> None:
     assert again(run).step == "approved"
 
 
-def test_request_of_a_flow_can_be_cancelled() -> None:
+def test_run_gets_dead_if_its_request_is_cancelled() -> None:
     run = begin()
     ship()
     take(stages.find(["acts.trip"])[0])
     request_id = again(run).request_id
     assert request_id is not None
-    assert cancel_message(request_id)
+    with transaction.atomic():
+        assert cancel_message(request_id)
+        transaction.set_rollback(True)
+    assert OutboxMessage.objects.filter(dispatched_at=None).count() == 1
+
+    call_command("txmsg", "cancel", str(request_id), "--why", "sold out")
+    drain()
+
+    assert again(run).outcome == Outcome.FAILED
+    assert (json.loads(run.answer), Shop.did) == ("Dead cancelled", [])
+    answer = OutboxMessage.objects.filter(destination="acts.trip.steps").earliest("pk")
+    assert json.loads(bytes(answer.body)) == {"reason": "cancelled"}
+    assert answer.correlation_id == run.correlation_id
+
+
+def test_cancel_in_a_stage_that_sends_by_its_broker_is_answered_if_it_fails() -> None:
+    run = begin()
+    ship()
+    take(stages.find(["acts.trip"])[0])
+
+    def cancels(message: Message) -> None:
+        request_id = again(run).request_id
+        assert request_id is not None
+        assert cancel_message(request_id)
+        raise Refuse("after all")
+
+    with declared(cancels, transaction="broker_only") as stage:
+        put(stage.destination)
+        take(stage)
+    drain()
+
+    assert json.loads(again(run).answer) == "Dead cancelled"
+
+
+def test_request_that_has_arrived_is_not_executed_after_its_cancel() -> None:
+    """A relay has sent the request and died before it recorded that."""
+    run = begin()
+    ship()
+    take(stages.find(["acts.trip"])[0])
+    ship()
+    rows = OutboxMessage.objects.filter(message_id=again(run).request_id)
+    rows.update(dispatched_at=None)
+    InboxMessage.objects.record(
+        "acts.book",
+        [Message(id=rows.get().message_id, destination="acts.book", body=None)],
+    )
+
+    assert cancel_message(rows.get().message_id)
+    drain()
+
+    assert again(run).outcome == Outcome.FAILED
+    assert Shop.did == []
 
 
 def test_go_back_undoes_what_came_later_and_calls_the_step_again() -> None:
