@@ -324,8 +324,12 @@ class StopRequestManager(models.Manager):  # type: ignore[type-arg]  # not gener
     """Creates and reads requests to stop messages."""
 
     def ask(self, stage: str, message_id: uuid.UUID, why: str) -> None:
-        """Request that consumers stop a message that they are processing at a stage."""
-        self.create(stage=stage, message_id=message_id, why=why[:255])
+        """Request that consumers stop a message that they are processing at a stage. A
+        second request takes the place of the first."""
+        given, rows = {"at": Now(), "why": why[:255]}, self.using(self.db)
+        same = {"stage": stage, "message_id": message_id}
+        if not rows.filter(**same).update(**given):
+            rows.create(**same, **given)
         if conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})
 

@@ -221,6 +221,17 @@ def test_only_a_message_that_can_be_stopped_is_asked_to() -> None:
     assert not AuditEntry.objects.exists()
 
 
+def test_a_second_request_takes_the_place_of_the_first() -> None:
+    message_id = uuid.uuid4()
+    StopRequest.objects.ask("tests.stopped", message_id, "by ann")
+    StopRequest.objects.update(at=ago(minutes=2))
+    StopRequest.objects.ask("tests.stopped", message_id, "by ben")
+    StopRequest.objects.ask("tests.other", message_id, "by ben")
+    found = {(one.stage, one.why) for one in StopRequest.objects.open()}
+    assert found == {("tests.stopped", "by ben"), ("tests.other", "by ben")}
+    assert StopRequest.objects.count() == 2
+
+
 def test_a_request_holds_for_a_minute_and_is_pruned_after_a_day() -> None:
     StopRequest.objects.ask("tests.stopped", uuid.uuid4(), "by ann")
     assert len(StopRequest.objects.open()) == 1
