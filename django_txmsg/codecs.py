@@ -138,7 +138,8 @@ def _committed() -> dict[str, Any]:
     try:
         file = contract_path()
         contract = json.loads(file.read_text("utf-8"))
-        return dict(contract["components"]["messages"])
+        messages = dict(contract["components"]["messages"])
+        return {name: dict(one) for name, one in messages.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -518,7 +518,16 @@ def test_a_file_that_is_no_contract_is_named(
                 run(action, str(file))
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "<<<<<<< HEAD"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        "<<<<<<< HEAD",
+        '{"components": {"messages": {"shop.Order": "a"}}}',
+        '{"components": {"messages": {"shop.Order": null}}}',
+    ],
+)
 def test_a_sender_logs_once_that_the_contract_cannot_be_read(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
