@@ -99,9 +99,8 @@ class OutboxMiddleware:
             return None
         reading = request.method in idempotency.SAFE_METHODS and view not in _writing
         session = OutboxSession(using, reading=reading)
-        # Stored first, so that a request cancelled meanwhile ends it.
-        request.outbox_session = session  # type: ignore[attr-defined]  # kept on the request
         session.begin()
+        request.outbox_session = session  # type: ignore[attr-defined]  # kept on the request
         answer = idempotency.claim(request, using)
         if answer is not None:
             _end(session.rollback, request)

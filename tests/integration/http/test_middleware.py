@@ -3,11 +3,13 @@ these commit or roll back."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from asgiref.sync import async_to_sync
 from django.contrib.admin.models import LogEntry
 from django.core.exceptions import PermissionDenied
-from django.db import OperationalError, connection, connections
+from django.db import OperationalError, connection, connections, transaction
 from django.test import AsyncClient, Client
 from django.test.utils import CaptureQueriesContext
 
@@ -188,6 +190,22 @@ def test_without_a_database_it_is_a_500_and_the_next_one_is_served(
     assert client.post("/order?number=2").status_code == 201
     outcomes = [one["outcome"] for one in heard["ended"]]
     assert outcomes == ["rolled_back", "committed"]
+
+
+def test_the_error_of_a_transaction_that_cannot_begin_is_raised(web) -> None:
+    def refuse(execute: Any, sql: str, *rest: Any) -> Any:
+        if sql.startswith("SAVEPOINT"):
+            raise OperationalError("the connection is lost")
+        return execute(sql, *rest)
+
+    with (
+        pytest.raises(OperationalError, match="the connection is lost"),
+        transaction.atomic(),  # the session is a savepoint in it
+        connection.execute_wrapper(refuse),
+    ):
+        Client().post("/order?number=1")
+    assert nothing_happened()
+    assert current_scope() is None
 
 
 def test_a_hook_that_raises_after_the_commit_is_no_failure(client, caplog) -> None:
