@@ -136,10 +136,11 @@ class Rate(BaseCommand):
             "set": "Give a stage another rate.",
             "reset": "Restore a stage's declared rate.",
         })  # fmt: skip
+        # Not "stage" and "rate": call_command() takes arguments of any verb for options
+        # of any other that have the same name, and fails.
         for name in ("set", "reset"):
-            actions[name].add_argument("stage", metavar="STAGE")
+            actions[name].add_argument("of_stage", metavar="STAGE")
         add = actions["set"].add_argument
-        # Not "rate": call_command() would take other verbs' option for it.
         add("new_rate", metavar="RATE", help="like 10/s, 900/m")
         add(
             "--for", dest="age", type=read_age, default="1h", metavar="AGE",
@@ -150,7 +151,7 @@ class Rate(BaseCommand):
         if options["action"] == "list":
             self._list()
             return
-        name = options["stage"]
+        name = options["of_stage"]
         change: Callable[[], Done | None] = partial(rates.reset, name)
         if options["action"] == "set":
             age = read_option(options, "age", read_age)
@@ -194,7 +195,7 @@ class Schedules(PausingCommand):
         add = actions["make"].add_argument
         add("name", metavar="NAME")
         add("expression", metavar="EXPRESSION", help="like '0 3 * * *'")
-        add("destination", metavar="DESTINATION")
+        add("send_to", metavar="DESTINATION")  # see Rate
         add("--body", default="null", metavar="JSON")
         add("--tz", metavar="ZONE", help="default: TIME_ZONE")
         actions["remove"].add_argument("name", nargs="+", metavar="NAME")
@@ -210,7 +211,7 @@ class Schedules(PausingCommand):
                 said = perform(using, partial(schedule.remove, name))
                 self.stdout.write(printable(said))
             return
-        fields = ("name", "expression", "destination", "body", "tz")
+        fields = ("name", "expression", "send_to", "body", "tz")
         make = partial(schedule.make, *(options[field] for field in fields))
         try:
             said = perform(using, make)

@@ -184,6 +184,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(line: str, error: str) -> N
         ("dead_letters list", {"limit": "1"}, ""),
         ("dead_letters groups", {"limit": "few"}, "limit: 'few' is not"),
         ("dead_letters list", {"operation": "1"}, ""),
+        ("txmsg dead_letters list", {"stage": "", "destination": "orders"}, ""),
         ("dead_letters redeliver --all", {"tolerate": "few"}, "tolerate: 'few' is not"),
         ("dead_letters mute --fingerprint feed --text x", {"above": "3"}, ""),
         ("dead_letters redeliver --all", {"rate": "fast"}, "rate: could not convert"),
