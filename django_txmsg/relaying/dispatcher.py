@@ -111,6 +111,7 @@ class Dispatcher:
             if over:
                 self._thread.remove(self)
         if over:
+            self._breaker.forget()
             self._guarded(self._lane.close)
 
     def _guarded(self, work: Callable[[], None]) -> None:

@@ -167,6 +167,11 @@ class Breaker:
         state = "works again" if asked else "has not failed for a minute"
         log.info("%s %s, after %d probes", what, state, failures)
 
+    def forget(self) -> None:
+        """Report no outage any more, because nothing uses the server through this
+        breaker."""
+        _breakers().discard(self)
+
 
 _breakers: PerProcess[Members[Breaker]] = PerProcess(Members)
 

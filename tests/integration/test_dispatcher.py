@@ -4,6 +4,7 @@ others."""
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import logging
 import multiprocessing
 import os
@@ -405,6 +406,20 @@ def test_without_commits_the_thread_forgets_that_the_broker_has_failed(
         assert breaker.outages()
         monkeypatch.setattr(breaker, "QUIET", 0.05)
         wait_until(lambda: not breaker.outages())
+
+
+def test_a_dispatcher_that_was_stopped_reports_no_outage() -> None:
+    gc.collect()  # the breakers of earlier tests
+    with (
+        ScriptedBroker(RABBITMQ) as rabbitmq,
+        txmsg(BROKERS={"default": {"URL": rabbitmq.url}}, DISPATCH_ON_COMMIT="thread"),
+    ):
+        rabbitmq.stop()
+        send()
+        stopped = dispatcher._dispatcher("default", "default")  # not garbage
+        wait_until(breaker.outages)
+        stopped.stop(30)
+        assert not breaker.outages()
 
 
 def test_a_log_that_raises_between_commits_does_not_end_the_thread(
