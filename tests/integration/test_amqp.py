@@ -17,7 +17,7 @@ import pytest
 
 from django_txmsg import wire
 from django_txmsg.brokers import make_broker
-from django_txmsg.brokers.amqp import frames
+from django_txmsg.brokers.amqp import frames, link
 from django_txmsg.brokers.amqp.link import CONSUMING
 from django_txmsg.brokers.amqp.session import AmqpSession, _heart
 from django_txmsg.brokers.base import Delivery, Outgoing, Session
@@ -844,6 +844,42 @@ def test_headers_become_text_or_a_problem(
     assert "NUL" in nul.problem
     assert nul.headers["priority"] == "3"
     assert bodies([whole, no_text, nul]) == [b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_body_that_is_too_long_is_cut_and_a_problem(
+    rabbitmq_amqp: ByAmqp,
+    opened: Open,
+    destination: str,
+    whole: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "MAX_BODY_BYTES", 200_000 if whole else 199_999)
+    session = opened(rabbitmq_amqp.url())
+    session.subscribe(destination, prefetch=2)
+    session.send([Outgoing(destination, {}, b"b" * 200_000)])
+    session.send([Outgoing(destination, {}, b"the next")])
+    found, following = take(session, 2)
+    assert (len(found.body), found.cut) == (200_000 if whole else 1 << 16, not whole)
+    assert ("200000 bytes" in found.problem) is not whole
+    assert (following.body, following.cut) == (b"the next", False)
+
+
+def test_a_returned_message_whose_body_is_too_long_is_refused(
+    rabbitmq_amqp: ByAmqp,
+    opened: Open,
+    bare: amqp.Channel,
+    destination: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "MAX_BODY_BYTES", 100_000)
+    session = opened(rabbitmq_amqp.url())
+    body = b"b" * 200_000
+    assert session.send([Outgoing(destination, {}, body)]) == [None]
+    bare.queue_delete(destination)
+    others = [body[1:], body[:-1] + b"c"]
+    outcomes = session.send([Outgoing(destination, {}, one) for one in [body, *others]])
+    assert all(isinstance(one, DestinationUnavailable) for one in outcomes)
 
 
 def test_a_message_to_several_queues_goes_back_to_the_one_it_came_from(

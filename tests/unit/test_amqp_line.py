@@ -17,8 +17,9 @@ import pytest
 from amqp import spec
 
 from django_txmsg.brokers.amqp import frames, session
-from django_txmsg.brokers.amqp.link import Link, Options, Transport
+from django_txmsg.brokers.amqp.link import Link, Options, Transport, _Partial
 from django_txmsg.errors import BrokerUnavailable
+from django_txmsg.jms.frames import KEPT_OF_TOO_LONG, MAX_BODY_BYTES
 from tests.faults import wait_until
 
 #: Connection.Start: the version, no properties, one mechanism and one locale.
@@ -117,6 +118,22 @@ def test_a_header_nested_to_any_depth_is_text_or_a_problem() -> None:
         reader = frames.Reader(b"\x20\0" + struct.pack(">I", len(table)) + table)
         headers = reader.headers()
         assert reader.problem or headers["n"] == "[" * depth + '"1"' + "]" * depth
+
+
+def test_of_a_body_that_is_too_long_only_the_beginning_is_kept() -> None:
+    frame, taken = bytes(1 << 17), list[tuple[int, int]]()
+    for size in (MAX_BODY_BYTES, MAX_BODY_BYTES + len(frame)):
+        content = _Partial(b"", lambda *_: None)
+        over = content.take(frames.HEADER, struct.pack(">HHQH", 60, 0, size, 0))
+        for _ in range(size // len(frame)):
+            assert not over
+            over = content.take(frames.BODY, frame)
+        assert over
+        taken.append((content.size, sum(map(len, content.pieces))))
+    assert taken == [
+        (MAX_BODY_BYTES, MAX_BODY_BYTES),
+        (MAX_BODY_BYTES + len(frame), KEPT_OF_TOO_LONG),
+    ]
 
 
 class Beating:

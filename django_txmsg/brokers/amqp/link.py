@@ -27,6 +27,7 @@ from amqp import spec
 from ...envelope import broker_url
 from ...envelope.broker_url import ConnectionOptions, without_password
 from ...errors import BrokerUnavailable
+from ...jms.frames import KEPT_OF_TOO_LONG, MAX_BODY_BYTES
 from . import frames
 
 DEFAULT_PORTS = {"amqp": 5672, "amqps": 5671}
@@ -196,8 +197,9 @@ class Transport:
 #: The channels of a link: for sends with confirms, for a subscription and its
 #: transactions, and for requests, whose failure closes their channel.
 PUBLISHING, CONSUMING, ASKING = 1, 2, 3
-#: Takes the method's payload after its ids, the properties and the body.
-Content = Callable[[bytes, bytes, bytes], None]
+#: Takes the method's payload after its ids, the properties, the body, and the length
+#: of the body. If the body is too long, it takes only the beginning of the body.
+Content = Callable[[bytes, bytes, bytes, int], None]
 
 
 class ChannelClosed(Exception):
@@ -378,7 +380,7 @@ class Link:
             self._take_method(channel, payload)
         elif channel in self._partial and self._partial[channel].take(kind, payload):
             one = self._partial.pop(channel)
-            one.taker(one.method, one.properties, b"".join(one.pieces))
+            one.taker(one.method, one.properties, b"".join(one.pieces), one.size)
 
     def _take_method(self, channel: int, payload: bytes) -> None:
         method = struct.unpack_from(">HH", payload)
@@ -405,23 +407,28 @@ class Link:
 
 
 class _Partial:
-    """A received method whose content has not arrived completely."""
+    """A received method whose content has not arrived completely. If the body is too
+    long, only its beginning is kept, as over STOMP."""
 
-    __slots__ = ("_missing", "method", "pieces", "properties", "taker")
+    __slots__ = ("_kept", "_missing", "method", "pieces", "properties", "size", "taker")
 
     def __init__(self, method: bytes, taker: Content) -> None:
         self.method, self.taker = method, taker
         self.properties = b""
         self.pieces: list[bytes] = []
-        self._missing = 0
+        self.size = self._missing = self._kept = 0
 
     def take(self, kind: int, payload: bytes) -> bool:
         """Add a frame. Return True if the content is now complete."""
         if kind == frames.HEADER:
-            (self._missing,) = struct.unpack_from(">Q", payload, 4)
+            (self.size,) = struct.unpack_from(">Q", payload, 4)
+            self._missing = self.size
             self.properties = payload[12:]
         else:
-            self.pieces.append(payload)
+            most = KEPT_OF_TOO_LONG if self.size > MAX_BODY_BYTES else self.size
+            if piece := payload[: most - self._kept]:
+                self.pieces.append(piece)
+                self._kept += len(piece)
             self._missing -= len(payload)
         return self._missing <= 0
 

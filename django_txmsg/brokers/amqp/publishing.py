@@ -208,7 +208,9 @@ class Publisher:
             index = self._pending.pop(one)
             self._settled.append((index, self._returned.pop(one, error)))
 
-    def _on_return(self, method: bytes, properties: bytes, body: bytes) -> None:
+    def _on_return(
+        self, method: bytes, properties: bytes, body: bytes, size: int
+    ) -> None:
         """Record the error of a message that the broker has returned. A returned
         message has no number, so the publisher finds the message by its content."""
         code, length = struct.unpack_from(">HB", method)
@@ -224,7 +226,8 @@ class Publisher:
                 one = self._batch[index]
                 if (
                     tag not in self._returned
-                    and (one.route, one.body) == (route, body)
+                    and (one.route, len(one.body)) == (route, size)
+                    and one.body.startswith(body)
                     and (one.properties == properties or not exactly)
                 ):
                     self._returned[tag] = error

@@ -166,11 +166,14 @@ class Subscription:
         self._link.methods[CONSUMING, spec.Basic.Cancel] = self._on_cancel
         channel.basic_consume(self.queue, consumer_tag="txmsg")
 
-    def _on_deliver(self, method: bytes, properties: bytes, body: bytes) -> None:
+    def _on_deliver(
+        self, method: bytes, properties: bytes, body: bytes, size: int
+    ) -> None:
         at = 1 + method[0]
         tag, redelivered = struct.unpack_from(">QB", method, at)
         reader = frames.Reader(properties)
-        headers = reader.headers()
+        headers, cut = reader.headers(), len(body) < size
+        too_long = f"a body of {size} bytes is more than is accepted" if cut else ""
         given = headers.get("amqp-message-id")
         self._acks.delivered(tag)
         self.arrived.append(
@@ -186,7 +189,8 @@ class Subscription:
                     else f"{given}/{wire.digest(headers, body)}"
                 ),
                 handle=tag,
-                problem=reader.problem,
+                problem=reader.problem or too_long,
+                cut=cut,
                 id_stays=given is not None or self._private,
             )
         )
