@@ -95,10 +95,11 @@ class LogStream(DataSourceStreamReader):
         number of rows has `max_rows`."""
         end = self.target or self.end()
         start = start or self._reached or end | {"position": "0"}
-        self._insist_on_its_log(start)
+        following = self._insist_on_its_log(start)
         first, last = int(start["position"]), int(end["position"])
-        if self.postgres and first >= last:
-            self.tell_standstill(last)
+        # A standby does not see the open transactions.
+        if self.postgres and first >= last and following is not None:
+            self.tell_standstill(last, following)
         if most := getattr(limit, "max_rows", 0):
             last = min(last, self.after(first, last, most))
         self._reached = end | {"position": str(max(first, last))}
@@ -125,10 +126,12 @@ class LogStream(DataSourceStreamReader):
             where = f"({where} OR t.{self.position} IS NULL)"
         yield from self.columns.read(self.database, where)
 
-    def _insist_on_its_log(self, start: Mapping[str, Any]) -> None:
-        """Raise EnvironmentFault if the stream has read another PostgreSQL cluster up
-        to `start`, or if this database has not reached `start`. The database has then
-        lost transactions, and new rows get their ids."""
+    def _insist_on_its_log(self, start: Mapping[str, Any]) -> int | None:
+        """Return the position that the database assigns next, as `_ends()` does.
+
+        Raises EnvironmentFault if the stream has read another PostgreSQL cluster up to
+        `start`, or if this database has not reached `start`. The database has then lost
+        transactions, and new rows get their ids."""
         _, following, cluster = self._ends()
         if start["cluster"] != cluster:
             raise EnvironmentFault(
@@ -144,6 +147,7 @@ class LogStream(DataSourceStreamReader):
                 f"the stream would miss new rows of {self.table.relation}. Start with "
                 "a new checkpoint."
             )
+        return following
 
     def end(self) -> dict[str, Any]:
         """Return the position up to which the stream may read. It is before the first
@@ -171,18 +175,15 @@ class LogStream(DataSourceStreamReader):
             [(position, following, cluster)] = connection.rows(sql)
         return position, following, cluster
 
-    def tell_standstill(self, position: int) -> None:
-        """From time to time, check whether rows wait for an open transaction. If so,
-        report their number. Raises EnvironmentFault if the transaction is open for
-        longer than `stuckAfter`."""
+    def tell_standstill(self, position: int, following: int) -> None:
+        """From time to time, check whether rows between these positions wait for an
+        open transaction. If so, report their number. Raises EnvironmentFault if the
+        transaction is open for longer than `stuckAfter`."""
         if time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
         if position != self._stood_at:
             self._stood_at, self._stood_since = position, self._looked
-        _, following, _ = self._ends()
-        if following is None:
-            return  # a standby does not see the open transactions
         with closing(connect_plain(self.spec)) as connection:
             rows = connection.value(
                 f"SELECT count(*) FROM {self.table.relation} t"
