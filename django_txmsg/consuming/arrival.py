@@ -305,8 +305,8 @@ class Mode(ABC):
         """Roll back the broker's transaction, if there is one."""
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """Return whether the stage failed because its broker did not answer, or because
-        a destination at its broker currently accepts no messages."""
+        """Return whether the stage failed because its broker did not answer or refused
+        a statement, or because a destination currently accepts no messages."""
         return False
 
     def is_outage(self, error: BaseException, raw: Any) -> bool:

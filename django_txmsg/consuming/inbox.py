@@ -151,7 +151,7 @@ def _worked(arrival: Arrival) -> Outcome:
         except BaseException as error:
             if not is_handlers(error):
                 if mode.is_turned_away(error):
-                    # A silent broker: not the message's fault.
+                    # A silent broker, or a refused statement: not the message's fault.
                     _given_back(arrival)
                 raise
             if arrival.begun:

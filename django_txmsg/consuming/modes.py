@@ -20,6 +20,7 @@ from django.utils import timezone
 from .. import conf, signals, wire
 from ..brokers.base import Outgoing
 from ..django_internals import isolation_of, raw
+from ..envelope.failure import cause_of
 from ..envelope.message import Message
 from ..errors import (
     BrokerError,
@@ -255,13 +256,21 @@ class BrokerOnly(Mode):
 
     def is_turned_away(self, error: BaseException) -> bool:
         """Return True if the stage failed only because it sent to a destination that
-        accepts no messages at present, or because the broker did not answer the commit.
-        Then neither the message nor its handler is at fault. In this mode, a stage
-        sends directly to the broker."""
-        if isinstance(error, BrokerUnavailable):
-            unknown = error.__cause__
-            return isinstance(unknown, DispatchUnknown) and not unknown.hung_up
-        return isinstance(error, DestinationUnavailable)
+        accepts no messages at present, because the broker did not answer the commit, or
+        because a database refused a statement of the package. Then neither the message
+        nor its handler is at fault. In this mode, a stage sends directly to the
+        broker."""
+        cause: BaseException | None = error
+        while isinstance(cause, BrokerUnavailable):
+            cause = cause_of(cause)
+        if cause is error:
+            return isinstance(error, DestinationUnavailable)
+        if isinstance(cause, DispatchUnknown):
+            return not cause.hung_up
+        # If the connection ended, the message may have crashed the server.
+        ended = database_health.is_away(cause)
+        full = database_health.lacks_resources(cause)
+        return isinstance(cause, AnyDatabaseError) and (full or not ended)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:
         """Commit the broker's transaction. If the stage uses the database, the database

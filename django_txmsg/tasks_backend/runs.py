@@ -316,8 +316,8 @@ def _query(using: str, query: Callable[[], T]) -> T:
     """Query the database before or after a task. If the idle connection was closed,
     query again on a new connection.
 
-    Raises BrokerUnavailable if the database does not answer. The broker then delivers
-    the task's message again, and no attempt is counted.
+    Raises BrokerUnavailable if the database does not answer or refuses the query. The
+    broker then delivers the task's message again. A refusal counts no attempt.
     """
     try:
         return ask(using, query)

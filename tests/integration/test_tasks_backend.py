@@ -19,7 +19,7 @@ import pytest
 from asgiref.sync import async_to_sync
 from django.core.checks import run_checks
 from django.core.management import call_command
-from django.db import DatabaseError, connection, transaction
+from django.db import DatabaseError, OperationalError, connection, transaction
 from django.db.models import F
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
@@ -28,7 +28,7 @@ from django.utils import timezone
 from django_txmsg import Message, Refuse, outbox_session, send_message
 from django_txmsg.contracts import build
 from django_txmsg.envelope import serializers
-from django_txmsg.errors import InvalidMessage
+from django_txmsg.errors import BrokerUnavailable, InvalidMessage
 from django_txmsg.models import (
     DeadLetter,
     InboxMessage,
@@ -434,6 +434,31 @@ def test_a_duplicate_is_not_run_again(mode: str) -> None:
     assert drained.dispatched >= 1
     assert Effect.objects.count() == 1
     assert TaskRun.objects.count() == 1
+
+
+@committing
+@pytest.mark.parametrize("statement", ["SELECT", "INSERT"])
+def test_a_refused_statement_counts_no_attempt(statement: str) -> None:
+    """The database refuses to read the task's run before the task, or to store its
+    return value afterwards."""
+
+    def refuse(execute: Any, sql: str, *rest: Any) -> Any:
+        if sql.startswith(statement) and "taskrun" in sql:
+            raise OperationalError("refused")
+        return execute(sql, *rest)
+
+    with tasks(OPTIONS={"TRANSACTION": "none"}):
+        result = jobs.meaning_of_life.enqueue()
+        ship()
+        (stage,) = find([QUEUE])
+        with connection.execute_wrapper(refuse):
+            for _ in range(12):
+                with pytest.raises(BrokerUnavailable):
+                    step(stage)
+        step(stage)
+        result.refresh()
+        assert (result.status, result.return_value) == (SUCCESSFUL, 42)
+    assert InboxMessage.objects.get().attempts == 1
 
 
 def test_a_task_is_retried_as_its_policy_says(mode: str) -> None:

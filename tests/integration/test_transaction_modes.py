@@ -295,6 +295,54 @@ def test_only_a_commit_on_which_the_broker_hangs_up_counts_as_an_attempt(
         assert (row.attempts, len(script.attempts)) == (1 + parked, 9 + parked)
 
 
+@pytest.mark.parametrize("parked", [False, True])
+@pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
+def test_commit_that_the_brokers_database_refuses_counts_no_attempt(
+    mode: Any, parked: bool
+) -> None:
+    """A migration locks the broker's tables for longer than `lock_timeout`, say."""
+
+    def refuse(execute: Any, sql: str, *rest: Any) -> Any:
+        if sql.startswith("INSERT") and "queuemessage" in sql:
+            raise OperationalError("refused")
+        return execute(sql, *rest)
+
+    script = Script(ValueError() if parked else None)
+    with declared(script, transaction=mode) as stage:
+        send(stage.destination)
+        if parked:
+            step(stage)
+        with connections["other"].execute_wrapper(refuse):
+            for _ in range(9):
+                with pytest.raises(BrokerUnavailable):
+                    step(stage)
+        step(stage)
+        assert waiting(stage.destination) == 0
+    assert not DeadLetter.objects.exists()
+    assert waiting("tests.next") == 1
+    assert InboxMessage.objects.get().attempts == 1 + parked
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
+def test_commit_that_ends_its_connection_counts_as_an_attempt(mode: Any) -> None:
+    """The message may be the cause."""
+
+    def end(execute: Any, sql: str, *rest: Any) -> Any:
+        if sql.startswith("INSERT") and "queuemessage" in sql:
+            execute("SELECT pg_terminate_backend(pg_backend_pid())", None, *rest[1:])
+        return execute(sql, *rest)
+
+    here = {"default": {"URL": "database://?poll=0.01"}}
+    with txmsg(BROKERS=here), declared(Script(), transaction=mode) as stage:
+        send(stage.destination)
+        with connections["default"].execute_wrapper(end):
+            for _ in range(9):
+                with suppress(BrokerUnavailable):
+                    step(stage)
+    assert DeadLetter.objects.get().reason == "worker_lost"
+
+
 def test_broker_that_answers_no_commit_has_one_outage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
