@@ -211,7 +211,7 @@ class Consumer:
             finally:
                 self._stop.set()
                 try:
-                    group.join()
+                    group.join(self._drain)
                 finally:
                     self._end()
                     liveness.ended()
@@ -297,6 +297,15 @@ class Consumer:
             self._look_at_beat = self._beats + BEATS
 
     def _turned(self, using: str) -> bool:
+    def _drain(self) -> None:
+        """Look after the messages in progress once, while the consumer waits for their
+        end. Their handlers may take long, so operators must still see and stop them."""
+        self._turned(self._home)
+        for using in {thread.using for thread in self.threads}:
+            self._stop_messages(using)
+        self._name_stuck()
+        recycle()
+
         """Report that the thread that watches a database goes on. Write a heartbeat if
         one is due. Returns whether the consumer must stop."""
         liveness.turned()

@@ -59,13 +59,15 @@ class ThreadGroup:
         for thread in self._threads:
             thread.start()
 
-    def join(self) -> None:
-        """Wait until all threads have ended. If threads failed, raises the error of the
-        thread that failed first."""
+    def join(self, between: Callable[[], object] = lambda: None) -> None:
+        """Wait until all threads have ended, and call `between` several times a second
+        meanwhile. If threads failed, raises the error of the thread that failed
+        first."""
         for thread in self._threads:
             # With a timed join the main thread can handle its signals.
             while thread.is_alive():
                 liveness.turned()
+                between()
                 thread.join(0.2)
         if self._errors:
             name, error = self._errors[0]

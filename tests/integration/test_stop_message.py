@@ -22,6 +22,7 @@ from django_txmsg.models import (
     DeadLetter,
     InboxMessage,
     StopRequest,
+    Worker,
 )
 from django_txmsg.testing import drain
 from tests import factories as make
@@ -29,13 +30,13 @@ from tests.app.models import Effect
 from tests.factories import ago
 from tests.faults import wait_until
 from tests.integration.test_handler_timeout import effect, endless
-from tests.running import committing, declared, put, step, txmsg
+from tests.running import IMPATIENT, committing, declared, put, step, txmsg
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
 @contextmanager
-def consuming(*stages: Any) -> Iterator[None]:
+def consuming(*stages: Any) -> Iterator[Consumer]:
     """Run a whole consumer until the end of the block."""
     consumer = Consumer(stages)
 
@@ -48,7 +49,7 @@ def consuming(*stages: Any) -> Iterator[None]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield
+        yield consumer
     finally:
         consumer.stop()
         thread.join(60)
@@ -82,6 +83,40 @@ def test_the_running_query_is_cancelled_and_the_message_is_dead(mode: Any) -> No
     assert not Effect.objects.exists()
     assert not StopRequest.objects.exists()
     assert str(sent) in AuditEntry.objects.get().text
+
+def test_a_draining_consumer_sends_heartbeats_and_obeys(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    began = threading.Event()
+
+    def handler(message: Message) -> None:
+        began.set()
+        wait_until(message.cancelled, deadline=40)
+
+    consume = {**IMPATIENT["CONSUME"], "HEARTBEAT": 0.1, "STUCK_AFTER": 0.5}
+    beats: set[Any] = set()
+
+    def beats_on() -> bool:
+        worker = Worker.objects.get()
+        beats.add(worker.heartbeat_at)
+        return len(beats) > 4 and worker.in_flight == len(worker.running) == 1
+
+    with (
+        txmsg(CONSUME=consume),
+        declared(handler, timeout=60.0, transaction="none") as one,
+        consuming(one) as consumer,
+    ):
+        sent = put(one.destination)
+        assert began.wait(60)
+        consumer.stop()
+        caplog.clear()
+        wait_until(beats_on)
+        wait_until(lambda: "its handler has been running" in caplog.text)
+        call_command("txmsg", "stop", str(sent))
+        wait_until(lambda: DeadLetter.objects.exists())
+    assert StageStopped.__name__ in DeadLetter.objects.get().exception
+    assert not Worker.objects.exists()
+
 
 
 def test_a_request_that_came_too_late_does_not_stop_a_redelivery() -> None:
