@@ -170,6 +170,7 @@ def _worked(arrival: Arrival) -> Outcome:
                 _given_back(arrival)
                 raise
             if conflicts.mends(error):
+            _renew(arrival)
                 # Not the message's fault, so no attempt is counted: retried at once,
                 # then at growing intervals.
                 if arrival.stop.wait(conflicts.pause):
@@ -180,7 +181,6 @@ def _worked(arrival: Arrival) -> Outcome:
                 # Newer code is needed not for the body, but for what the handler
                 # loaded.
                 return unreadable(arrival, error)
-            _renew(arrival)
             outcome = failed(arrival, error, time.monotonic() - began)
             if outcome is not None:
                 return outcome
@@ -373,9 +373,10 @@ def _lease(arrival: Arrival) -> AbstractContextManager[object]:
 
 def _renew(arrival: Arrival) -> None:
     """Renew the lease of a parked message whose row was locked until the attempt
-    failed. Otherwise another worker might claim it before its failure is recorded."""
+    failed, so that nothing could renew it. Otherwise another worker might claim the
+    message before its failure is recorded, or before it runs again."""
     parked, token = arrival.parked, arrival.token
-    if parked is None or token is None or not arrival.mode.locks_parked():
+    if parked is None or token is None:
         return
     if time.monotonic() - parked.since > parked.lease / 2:
         arrival.inbox.extend(parked.record.id, token, parked.lease)

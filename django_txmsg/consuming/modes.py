@@ -110,8 +110,9 @@ class Outbox(Mode):
     def locks_parked(self) -> bool:
         """Return whether the stage keeps a parked message's row locked while it
         processes the message. This is false with blocking redelivery: the stage holds
-        no lock while it waits between two attempts."""
-        return self.stage.policy.mode != "blocking"
+        no lock while it waits between two attempts. It is also false with middlewares
+        around the transaction: these run before the row is locked."""
+        return self.stage.policy.mode != "blocking" and self.stage.outside is None
 
 
 class Outside(Outbox):

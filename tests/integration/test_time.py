@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,20 @@ from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import waiting
+from django_txmsg.stages import CallNext
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
-from tests.running import IMPATIENT, committing, declared, put, running, step, txmsg
+from tests.running import (
+    IMPATIENT,
+    Script,
+    committing,
+    declared,
+    put,
+    running,
+    step,
+    txmsg,
+)
 
 pytestmark = committing
 
@@ -71,8 +82,7 @@ def test_a_handler_longer_than_every_lease_runs_once(
         runs.append(message.delivery_attempt)
         if message.delivery_attempt == 1:
             raise ValueError
-        began = time.monotonic()
-        wait_until(lambda: time.monotonic() - began > 2 * LEASE)
+        _let_pass(2 * LEASE)
 
     policy = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0, mode=redelivery)
     with (
@@ -86,6 +96,72 @@ def test_a_handler_longer_than_every_lease_runs_once(
     row = InboxMessage.objects.get()
     assert (row.attempts, row.deliveries) == (2, 1)
     assert not DeadLetter.objects.exists()
+
+
+def slow_around(call_next: CallNext) -> Callable[[Message], Any]:
+    def middleware(message: Message) -> Any:
+        if message.delivery_attempt > 1:
+            _let_pass(2 * LEASE)
+        return call_next(message)
+
+    return middleware
+
+
+slow_around.outside_transaction = True  # type: ignore[attr-defined]
+
+
+def test_middleware_around_the_transaction_longer_than_the_lease_runs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The middleware runs before the transaction locks the parked message's row."""
+    monkeypatch.setattr(stage_thread, "LEASE", LEASE)
+    script = Script(ValueError())
+    slow = [f"{__name__}.{slow_around.__name__}"]
+    with (
+        txmsg(**SHORT, STAGE_MIDDLEWARE=slow),
+        declared(script) as stage,
+        running(stage, concurrency=2),
+    ):
+        put(stage.destination)
+        wait_until(lambda: processed() or DeadLetter.objects.exists(), deadline=60)
+    assert script.attempts == [1, 2]
+    assert InboxMessage.objects.get().attempts == 2
+    assert not DeadLetter.objects.exists()
+
+
+@pytest.mark.postgresql
+def test_lease_is_renewed_before_an_attempt_is_repeated_after_a_conflict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attempt took longer than the lease, and its transaction had locked the row.
+    Another worker could claim the message between the attempt and its repetition."""
+    monkeypatch.setattr(stage_thread, "LEASE", LEASE)
+    leased: list[bool] = []
+
+    def handler(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            raise ValueError
+        other: Any = connection.copy()
+        with contextlib.closing(other), other.cursor() as cursor:
+            cursor.execute("SELECT lease_until > now() FROM django_txmsg_inboxmessage")
+            leased.append(cursor.fetchone()[0])
+        if len(leased) == 1:
+            _let_pass(1.5 * LEASE)
+            with connection.cursor() as cursor:
+                cursor.execute(
+                    "DO $$ BEGIN RAISE EXCEPTION 'lost' USING ERRCODE = '40001'; END $$"
+                )
+
+    with txmsg(**SHORT), declared(handler) as stage:
+        put(stage.destination)
+        step(stage, times=2)
+    assert leased == [True, True]
+    assert processed()
+
+
+def _let_pass(seconds: float) -> None:
+    began = time.monotonic()
+    wait_until(lambda: time.monotonic() - began > seconds)
 
 
 @pytest.mark.postgresql
