@@ -277,8 +277,9 @@ class Consumer:
             if wakeup.due() or not calm or now >= min(obey_at, self._rate_until):
                 if home:
                     self._obey()
-                self._stop_messages(using)
-                obey_at = time.monotonic() + RARELY
+                # The handler of a message that must stop may begin at any moment.
+                asked = self._stop_messages(using)
+                obey_at = time.monotonic() + (0.0 if asked else RARELY)
             if not calm or time.monotonic() >= look_at:
                 wake_for_parked(threads, partial(self._turned, using))
                 look_at = time.monotonic() + SELDOM
@@ -296,7 +297,6 @@ class Consumer:
             self._recorded -= self._presence.refuse_rivals()
             self._look_at_beat = self._beats + BEATS
 
-    def _turned(self, using: str) -> bool:
     def _drain(self) -> None:
         """Look after the messages in progress once, while the consumer waits for their
         end. Their handlers may take long, so operators must still see and stop them."""
@@ -306,6 +306,7 @@ class Consumer:
         self._name_stuck()
         recycle()
 
+    def _turned(self, using: str) -> bool:
         """Report that the thread that watches a database goes on. Write a heartbeat if
         one is due. Returns whether the consumer must stop."""
         liveness.turned()
@@ -371,20 +372,23 @@ class Consumer:
             for name, declared in self._declared.items()
         }
 
-    def _stop_messages(self, using: str) -> None:
-        """Stop the messages in progress that an operator wants to stop."""
+    def _stop_messages(self, using: str) -> bool:
+        """Stop the messages in progress that an operator wants to stop. Returns whether
+        there were requests."""
         threads = [one for one in self.threads if one.using == using]
         if all(one.stage.timeout is None for one in threads):
-            return
+            return False
         rows = StopRequest.objects.db_manager(using)
         looking = database_health.retry(using, "cannot read what to stop")
-        for one in looking.run(rows.open) or ():
+        requests = looking.run(rows.open) or []
+        for one in requests:
             if deadline.stop(one.stage, one.message_id, one.why):
                 log.warning(
                     "stage %r: message %s is stopped: %s",
                     *(one.stage, one.message_id, one.why),
                 )
                 looking.run(one.delete)
+        return bool(requests)
 
     def _name_stuck(self) -> None:
         after = self._settings.CONSUME.STUCK_AFTER

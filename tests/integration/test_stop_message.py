@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connections
+from django.db import connections, transaction
 
 from django_txmsg import Message, Redeliver, Refuse
 from django_txmsg.consuming import deadline
@@ -24,6 +24,7 @@ from django_txmsg.models import (
     StopRequest,
     Worker,
 )
+from django_txmsg.runtime import liveness, notifications
 from django_txmsg.testing import drain
 from tests import factories as make
 from tests.app.models import Effect
@@ -84,6 +85,7 @@ def test_the_running_query_is_cancelled_and_the_message_is_dead(mode: Any) -> No
     assert not StopRequest.objects.exists()
     assert str(sent) in AuditEntry.objects.get().text
 
+
 def test_a_draining_consumer_sends_heartbeats_and_obeys(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -117,6 +119,33 @@ def test_a_draining_consumer_sends_heartbeats_and_obeys(
     assert StageStopped.__name__ in DeadLetter.objects.get().exception
     assert not Worker.objects.exists()
 
+
+@pytest.mark.postgresql
+def test_an_attempt_that_begins_after_the_request_is_stopped_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An idle process that receives notifications polls seldom. The request precedes
+    the attempt."""
+    monkeypatch.setattr(liveness, "CALM", 0.0)
+    began: list[str] = []
+
+    def handler(message: Message) -> None:
+        began.append(str(message.body))
+        wait_until(message.cancelled, deadline=15)
+
+    first, second = uuid.uuid4(), uuid.uuid4()
+    with declared(handler, timeout=60.0, transaction="none") as one, consuming(one):
+        wait_until(lambda: notifications.has_listener("default"))
+        put(one.destination, b'"first"', message_id=first)
+        wait_until(lambda: began == ["first"])
+        with transaction.atomic():
+            for message_id in (second, first):
+                StopRequest.objects.ask(one.name, message_id, "wrong file")
+        # The consumer has then seen both requests.
+        wait_until(lambda: DeadLetter.objects.filter(message_id=first).exists())
+        put(one.destination, b'"second"', message_id=second)
+        wait_until(lambda: DeadLetter.objects.filter(message_id=second).exists())
+    assert began == ["first", "second"]
 
 
 def test_a_request_that_came_too_late_does_not_stop_a_redelivery() -> None:
