@@ -33,7 +33,7 @@ from ..models import OutboxMessage
 from ..models.inbox_arrival import InboxRecord
 from ..models.outbox import PENDING
 from ..rules.dead_letters import BODY_TOO_LONG
-from ..runtime import database_health
+from ..runtime import database_health, liveness
 from ..runtime.leases import Lease
 from ..stages import Stage
 from . import decoding, ordering
@@ -131,6 +131,7 @@ def _worked(arrival: Arrival) -> Outcome:
     that the message did not cause does not count as an attempt."""
     mode, conflicts = arrival.mode, Conflicts()
     while True:
+        liveness.turned(arrival.stage.timeout or 0.0)
         attempt = arrival.record.attempt if arrival.record else 1
         on = raw(connections[arrival.using])
         began = time.monotonic()
@@ -169,8 +170,8 @@ def _worked(arrival: Arrival) -> Outcome:
                 # fault.
                 _given_back(arrival)
                 raise
-            if conflicts.mends(error):
             _renew(arrival)
+            if conflicts.mends(error):
                 # Not the message's fault, so no attempt is counted: retried at once,
                 # then at growing intervals.
                 if arrival.stop.wait(conflicts.pause):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import uuid
 from collections import Counter
 from typing import Any
 
@@ -14,6 +16,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import Dead, RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.runtime import liveness
 from tests.faults import wait_until
 from tests.running import (
     Script,
@@ -200,6 +203,27 @@ def test_several_threads_do_not_multiply_attempts() -> None:
         send(stage.destination)
         with running(stage, concurrency=4):
             wait_until(DeadLetter.objects.exists)
+def test_each_attempt_of_blocking_redelivery_may_last_for_the_timeout() -> None:
+    """The thread then counts as alive for so long, as at the first attempt."""
+    alive_for: list[float] = []
+
+    def handler(message: Message) -> None:
+        _, turned_at, _ = liveness._loops()[threading.get_ident()]
+        alive_for.append(turned_at - time.monotonic())
+        if len(alive_for) < 3:
+            raise ValueError
+
+    blocking = policy(mode="blocking")
+    with (
+        declared(handler, redelivery=blocking, timeout=900.0) as stage,
+        running(stage),
+    ):
+        put(stage.destination)
+        wait_until(lambda: InboxMessage.objects.filter(processed_at__isnull=False))
+    assert len(alive_for) == 3
+    assert all(seconds > 600 for seconds in alive_for)
+
+
     assert sorted(script.attempts) == [1, 2, 3, 4, 5, 6, 7]
 
 
