@@ -429,7 +429,8 @@ class StageThread:
                     return False
                 arrival = self._arrival(session, decoding.from_parked(parked), parked)
                 outcomes = self._decided([arrival])
-            if outcomes is None and arrival.counted:
+            # If the message has caused the error, the attempt of its claim is used up.
+            if outcomes is None and (arrival.counted or arrival.record is None):
                 with contextlib.suppress(AnyDatabaseError):  # its lease ends by itself
                     self._parking.give_back(parked)
             for outcome in outcomes or ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import threading
 import uuid
 from bisect import bisect_right
 from collections.abc import Callable
@@ -14,14 +15,18 @@ from typing import Any
 
 import pytest
 from django.core.management import call_command
-from django.db import connection
+from django.db import OperationalError, connection
 from django.db.models import F, Max, Min
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_txmsg import Message, RedeliveryPolicy, stage, wire
 from django_txmsg.checks import stages as checks
-from django_txmsg.consuming.consumer import Consumer, _record_options
+from django_txmsg.consuming.consumer import (
+    Consumer,
+    _record_options,
+    wake_for_parked,
+)
 from django_txmsg.envelope.stage_options import Rate
 from django_txmsg.errors import ConfigurationError
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, RateLine
@@ -40,6 +45,7 @@ from tests.running import (
     running,
     send,
     step,
+    thread_of,
     txmsg,
 )
 
@@ -179,6 +185,28 @@ def test_a_copy_of_a_waiting_message_does_not_move_it() -> None:
     (row,) = waiting()
     assert (row.due_at, row.slot) == (before[0].due_at, before[0].slot)
     assert row.deliveries == 2
+
+
+def test_a_claimed_message_is_given_back_if_its_slot_is_refused_at_a_stop() -> None:
+    stop = threading.Event()
+
+    def refuse(execute: Any, sql: str, *rest: Any) -> Any:
+        if "rateline" in sql:
+            stop.set()
+            raise OperationalError("refused")
+        return execute(sql, *rest)
+
+    with declared(Script(ValueError()), rate="600/m") as stage:
+        put(stage.destination)
+        step(stage)
+        thread = thread_of(stage, stop)
+        wake_for_parked([thread])
+        with connection.execute_wrapper(refuse):
+            thread._step()
+        thread._close()
+    assert stop.is_set()
+    row = InboxMessage.objects.get()
+    assert (row.attempts, row.lease_token) == (1, None)
 
 
 def test_a_worker_that_dies_after_the_slot_loses_only_the_slot() -> None:
