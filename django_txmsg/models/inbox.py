@@ -37,11 +37,13 @@ class InboxManager(ArrivalManager):
     def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:
         """Count another attempt of a message at a stage with blocking redelivery, where
         the worker keeps the message between two attempts. Returns the attempt's number,
-        or 0 if another worker has claimed the message."""
+        or 0 if another worker has claimed the message, or it is dead: an operator or
+        its flow may have revoked it during the pause."""
         held, fence = held_sql(token)
         row = self._row(
             f"UPDATE {self._table} SET attempts = attempts + 1,"  # noqa: S608 - constants only
-            f" started_at = {self._sql.now} WHERE id = %s{held}"
+            f" started_at = {self._sql.now}"
+            f" WHERE id = %s AND dead_at IS NULL{held}"
             " RETURNING attempts",
             [pk, *fence],
         )

@@ -203,6 +203,9 @@ def test_several_threads_do_not_multiply_attempts() -> None:
         send(stage.destination)
         with running(stage, concurrency=4):
             wait_until(DeadLetter.objects.exists)
+    assert sorted(script.attempts) == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_each_attempt_of_blocking_redelivery_may_last_for_the_timeout() -> None:
     """The thread then counts as alive for so long, as at the first attempt."""
     alive_for: list[float] = []
@@ -224,7 +227,23 @@ def test_each_attempt_of_blocking_redelivery_may_last_for_the_timeout() -> None:
     assert all(seconds > 600 for seconds in alive_for)
 
 
-    assert sorted(script.attempts) == [1, 2, 3, 4, 5, 6, 7]
+def test_a_message_revoked_during_a_blocking_pause_does_not_run_again() -> None:
+    """In mode "none", no transaction checks that before the handler runs."""
+    script = Script(ValueError())
+
+    def revoke(id: uuid.UUID, stage: str, **_: Any) -> None:
+        assert InboxMessage.objects.revoke(stage, id)
+
+    signals.message_redelivered.connect(revoke)
+    try:
+        blocking = policy(mode="blocking")
+        with declared(script, redelivery=blocking, transaction="none") as stage:
+            put(stage.destination)
+            step(stage)
+    finally:
+        signals.message_redelivered.disconnect(revoke)
+    assert script.attempts == [1]
+    assert left_in_queue(stage.destination) == 0
 
 
 def test_blocking_keeps_the_order() -> None:
