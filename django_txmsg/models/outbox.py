@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import threading
+import time
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -33,6 +35,9 @@ PENDING = Q(dispatched_at__isnull=True, dead_at__isnull=True)
 #: It may hold a unique key; a dispatched message has one until it is processed.
 HOLDING = Q(dead_at__isnull=True)
 
+
+#: Seconds for which `PendingManager.free()` waits until a relay has settled a row.
+SETTLING = 1.0
 
 #: The primary key and the broker of each changed row.
 Changed = list[tuple[int, str]]
@@ -84,6 +89,10 @@ class PendingManager(SqlManager):
         These two cases have one exception. A row with `unique_until="processed"` needs
         its key as long as the message waits in the inbox. But if the message is not
         parked there, and was received that long ago, the broker may have lost it.
+
+        If a relay is sending such a row, this method first waits for that relay, for
+        `SETTLING` seconds at most. The relay settles its batch in one statement, which
+        would wait for the row until the caller's transaction ends.
         """
         table = self._table
         inbox_table = InboxMessage._meta.db_table
@@ -107,11 +116,22 @@ class PendingManager(SqlManager):
             )
             forgotten = f" OR (dispatched_at < {since} AND NOT {still_here})"
             values = [*values, -86_400 * days, -86_400 * days]
-        self._changed(
-            f"UPDATE {table} AS o SET unique_key = NULL WHERE {having}"  # noqa: S608 - constants only
-            f" AND dead_at IS NULL AND ({ended}"
+        needless = (
+            f"{having} AND dead_at IS NULL AND ({ended}"
             f" OR (expires_at <= {self._sql.now} AND NOT {still})"
-            f"{caused}{forgotten})",
+            f"{caused}{forgotten})"
+        )
+        sending = (
+            f"SELECT 1 FROM {table} AS o WHERE {needless}"  # noqa: S608 - constants only
+            f" AND dispatched_at IS NULL AND {LEASED.sql('o', now=self._sql.now)}"
+        )
+        # On SQLite, no relay can write while this transaction is open.
+        waits = connections[self.db].vendor == "postgresql"
+        until = time.monotonic() + SETTLING * waits
+        while time.monotonic() < until and self._row(sending, values):
+            threading.Event().wait(0.05)
+        self._changed(
+            f"UPDATE {table} AS o SET unique_key = NULL WHERE {needless}",  # noqa: S608 - constants only
             values,
         )
 

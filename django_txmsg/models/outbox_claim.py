@@ -242,11 +242,19 @@ class ClaimingManager(SqlManager):
             values.append(delay)
         return self._leased(ids, token, free, values)
 
-    def extend(self, ids: list[int], token: uuid.UUID, lease: float) -> int:
+    def extend(
+        self,
+        ids: list[int],
+        token: uuid.UUID,
+        lease: float,
+        *,
+        skip_locked: bool = False,
+    ) -> int:
         """Extend the lease of rows to `lease` seconds from now. Returns the number of
-        rows that still belonged to this lease."""
-        later = self._sql.later()
-        return self._leased(ids, token, f"lease_until = {later}", [lease])
+        rows that still belonged to this lease. With `skip_locked`, rows that another
+        transaction has locked are not extended."""
+        extended = f"lease_until = {self._sql.later()}"
+        return self._leased(ids, token, extended, [lease], skip_locked=skip_locked)
 
     def reschedule(self, pk: int, token: uuid.UUID, *, delay: float, error: str) -> int:
         """Count a failed dispatch and make the row due again in `delay` seconds."""
@@ -280,10 +288,15 @@ class ClaimingManager(SqlManager):
         token: uuid.UUID,
         assignments: str,
         values: Sequence[Any] = (),
+        *,
+        skip_locked: bool = False,
     ) -> int:
         """Change rows that are still pending and belong to this lease."""
         connection, table = connections[self.db], self._table
         condition, id_values = self._sql.ids("id", ids)
+        if skip_locked:
+            free = f"SELECT id FROM {table} WHERE {condition} {self._sql.skip_locked}"  # noqa: S608 - constants only
+            condition = f"id IN ({free})"
         assignments = assignments.replace("{now}", self._sql.now)
         # If a crash loses this, the message is sent again, with the same id.
         no_wait, waits_not = no_wait_sql(connection)

@@ -17,6 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import NamedTuple
 
 from django.db import Error as AnyDatabaseError
@@ -257,13 +258,12 @@ class Lane:
             return 0
         self.in_flight = len(claimed)
         held = [row.id for row in claimed]
+        # A renewal that waited for one row would let every lease of the process end.
+        extend = partial(
+            self._outbox().extend, held, token, self._lease, skip_locked=True
+        )
         try:
-            with Lease(
-                self.using,
-                self._lease,
-                lambda: self._outbox().extend(held, token, self._lease),
-                since=began,
-            ) as lease:
+            with Lease(self.using, self._lease, extend, since=began) as lease:
                 settlement = Settlement(
                     self.broker_alias,
                     token,

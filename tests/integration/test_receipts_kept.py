@@ -168,6 +168,36 @@ def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) 
     assert set(copies().values()) == {1}
 
 
+def test_a_locked_row_does_not_keep_the_leases_of_others_from_being_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, *others = OutboxMessage.objects.order_by("id").values_list("id", flat=True)
+    with psycopg.connect(**connection.get_connection_params()) as operator:
+
+        def wait_for_the_renewal() -> None:
+            operator.execute(
+                "SELECT 1 FROM django_txmsg_outboxmessage WHERE id = %s FOR UPDATE",
+                [first],
+            )
+            rows = OutboxMessage.objects.filter(pk__in=others)
+            claimed_until = rows.latest("lease_until").lease_until
+            try:
+                wait_until(
+                    lambda: not rows.filter(lease_until__lte=claimed_until).exists()
+                )
+            finally:
+                operator.rollback()
+
+        after_the_receipts(monkeypatch, wait_for_the_renewal)
+        with txmsg(RELAY={**IMPATIENT["RELAY"], "LEASE": 3.0}):
+            lane = Lane("default", "default")
+            try:
+                assert lane.dispatch() == COUNT
+            finally:
+                lane.close()
+    assert lane.counts == {"dispatched": COUNT}
+
+
 def test_settlements_that_wait_for_a_lock_hold_up_no_other_lane(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

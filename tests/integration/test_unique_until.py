@@ -32,6 +32,7 @@ from tests.forgetting import forget_recurring
 from tests.running import (
     committing,
     declared,
+    put,
     running,
     ship,
     step,
@@ -405,6 +406,67 @@ def test_a_relay_does_not_wait_for_a_sender_that_reuses_its_message() -> None:
                 thread.join(30)
                 assert marked == [1]
         assert send() == first
+
+
+@pytest.mark.postgresql
+def test_a_relay_does_not_wait_for_a_handler_that_stores_its_successor() -> None:
+    """The handler runs before the relay has marked its message. While the relay does
+    so, the handler's transaction is still open."""
+    token = uuid.uuid4()
+    stored, marked, seen = threading.Event(), list[int](), list[int]()
+
+    def look(execute: Any, sql: str, *rest: Any) -> Any:
+        found = execute(sql, *rest)
+        if sql.startswith("SELECT 1 FROM django_txmsg_outboxmessage"):
+            stored.set()  # the handler waits for the relay
+        return found
+
+    def mark() -> None:
+        assert stored.wait(60)
+        marked.append(OutboxMessage.objects.mark_dispatched([row.id], token))
+
+    def handler(message: Message) -> None:
+        with connections["default"].execute_wrapper(look):
+            successors.append(send())
+        stored.set()
+        relay.join(5)
+        seen.extend(marked)
+
+    successors: list[uuid.UUID] = []
+    with declared(handler, PLACE) as stage:
+        first = send()
+        (row,) = OutboxMessage.objects.claim(
+            broker="default", token=token, lease=60, limit=1
+        )
+        headers = {"txmsg-id": str(first), "content-type": "application/json"}
+        put(PLACE, b"1", headers)
+        with elsewhere(mark) as relay:
+            step(stage)
+    assert seen == [1]
+    assert first not in successors
+    assert OutboxMessage.objects.get(unique_key="k").message_id == successors[-1]
+
+
+@pytest.mark.postgresql
+def test_a_handler_stores_its_successor_while_a_relay_sends_for_long() -> None:
+    """The handler waits for a second, and then goes on. The relay can mark its message
+    when the handler has ended."""
+    token = uuid.uuid4()
+    sent: list[uuid.UUID] = []
+
+    def handler(message: Message) -> None:
+        sent.append(send())
+
+    with declared(handler, PLACE) as stage:
+        first = send()
+        (row,) = OutboxMessage.objects.claim(
+            broker="default", token=token, lease=60, limit=1
+        )
+        headers = {"txmsg-id": str(first), "content-type": "application/json"}
+        put(PLACE, b"1", headers)
+        step(stage)
+    assert sent != [first]
+    assert OutboxMessage.objects.mark_dispatched([row.id], token) == 1
 
 
 @pytest.mark.parametrize(
