@@ -21,19 +21,23 @@ from functools import partial
 from typing import NamedTuple
 
 from django.db import Error as AnyDatabaseError
-from django.db import transaction
+from django.db import connections, transaction
 
 from .. import conf, signals, tracing, wire
 from ..brokers import get_broker
 from ..brokers.base import Outgoing, Session
 from ..errors import BrokerError, BrokerUnavailable, ConfigurationError
 from ..models import KeyTail, OutboxMessage
+from ..models.fields import limit_waits
 from ..models.outbox import Chain, OutboxManager
 from ..models.outbox_claim import Claimed
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
 from .limits import Budget, Part, Trial, Turn, pauses
 from .settlement import Receipts, Settlement, judge, split
+
+#: Longest wait, in seconds, for another relay that links messages of the same keys.
+LINK_WAIT = 1.0
 
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
@@ -71,6 +75,8 @@ def _link(
     ends = {chain: uuid.UUID(rows[-1].message_id) for chain, rows in chains.items()}
     longest = max(map(len, chains.values()))
     with transaction.atomic(using=using):
+        # A relay that was stopped in the middle of this keeps its locks.
+        limit_waits(connections[using], LINK_WAIT)
         joints = KeyTail.objects.db_manager(using).advance(broker, ends, longest)
         for chain, rows in chains.items():
             joint = joints[chain]
