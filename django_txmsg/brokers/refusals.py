@@ -22,9 +22,11 @@ _CODES = (403, 404, 405)
 _PRECONDITION_FAILED = 406
 #: RabbitMQ's texts, with that code, about a queue rather than a message.
 _OF_A_QUEUE = re.compile(r"inequivalent arg|queue limit in", re.I)
-#: The texts of the two brokers over STOMP.
+#: The texts of the brokers over STOMP.
 _OVER_STOMP = re.compile(
     r"ResourceAllocationException|is not authorized to"  # ActiveMQ
+    # Artemis: no permission (for a queue), full, disk full, missing, another type
+    r"|AMQ(229032|229213|229102|229119|339001|339041):"
     r"|ACCESS_REFUSED|NOT_FOUND|RESOURCE_LOCKED|" + _OF_A_QUEUE.pattern,
     re.I,
 )
