@@ -347,6 +347,17 @@ def test_message_too_large_for_amqp_is_refused_alone(
     assert (outcomes[0], outcomes[-1]) == (None, None)
 
 
+def test_message_with_a_header_that_is_not_text_is_refused_alone(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    """Somebody has written the row of the outbox by hand."""
+    number: Any = {"n": 1}
+    bad, good = Outgoing(destination, number, b""), Outgoing(destination, {}, b"1")
+    refused, taken = opened(rabbitmq_amqp.url()).send([bad, good])
+    assert isinstance(refused, DispatchRejected)
+    assert taken is None
+
+
 def test_a_full_queue_that_refuses_is_a_refusal_and_holds_its_key_back(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:

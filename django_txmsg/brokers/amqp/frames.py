@@ -79,7 +79,7 @@ def encode(headers: Mapping[str, str], expiration: int | None) -> bytes:
             table += _named(name)
             table += struct.pack(">I", len(written))
             table += written
-    except UnicodeEncodeError as error:
+    except (AttributeError, UnicodeEncodeError) as error:
         raise DispatchRejected(f"a header is not text: {error}") from error
     if expiration is not None:
         short["expiration"] = str(expiration).encode()
