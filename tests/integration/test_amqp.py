@@ -358,6 +358,15 @@ def test_message_with_a_header_that_is_not_text_is_refused_alone(
     assert taken is None
 
 
+def test_a_queue_that_cannot_be_declared_is_no_fault_of_its_messages(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    session = opened(rabbitmq_amqp.url())
+    assert isinstance(session, AmqpSession)
+    with pytest.raises(DestinationUnavailable, match="invalid arg"):
+        session._queues.ensure(destination, {"x-max-length": -1})
+
+
 def test_a_full_queue_that_refuses_is_a_refusal_and_holds_its_key_back(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:

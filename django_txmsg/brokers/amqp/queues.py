@@ -15,7 +15,6 @@ import amqp
 
 from ... import wire
 from ...errors import DestinationUnavailable, DispatchRejected
-from .. import refusals
 from .frames import TOPICS, short
 from .link import ASKING, ChannelClosed, Link
 
@@ -63,7 +62,7 @@ class Queues:
             # Another client may have just declared it with other arguments.
             if error.code != DIFFERS or not self.waiting(queue):
                 text = f"queue {queue!r}: {error.text}"
-                raise refusals.by_amqp(error.code, text) from error
+                raise DestinationUnavailable(text) from error
         self._known.add(queue)
 
     def waiting(self, queue: str) -> tuple[int, int] | None:
