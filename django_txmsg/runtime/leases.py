@@ -22,6 +22,13 @@ from .thread_group import Watch
 log = logging.getLogger("django_txmsg.leases")
 
 
+def _suspended() -> float:
+    """Return the seconds for which this machine has been suspended since it booted:
+    `time.monotonic()` does not count them. Only Linux has a clock that does."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return 0.0 if clock is None else time.clock_gettime(clock) - time.monotonic()
+
+
 class Lease:
     """The lease of one worker. The lease is renewed while the `with` block runs, or
     from `begin()` to `end()`.
@@ -41,30 +48,30 @@ class Lease:
         since: float,
     ) -> None:
         self.using, self.seconds, self._renew = using, seconds, renew
-        self._until = since + seconds
+        self._until = since + seconds + _suspended()
         #: When to renew it, or to try that again.
         self.due = since + seconds / 2
         self._lapsed = False
 
     @property
     def lapsed(self) -> bool:
-        """Whether the lease has ever expired, for example while the process was
-        suspended. If so, another worker may have claimed the rows, even if the lease
-        was renewed later."""
+        """Whether the lease has ever expired, for example while the process or the
+        machine was suspended. If so, another worker may have claimed the rows, even if
+        the lease was renewed later."""
         return self._lapsed or not self.left
 
     @property
     def left(self) -> float:
         """Seconds until the lease expires, according to this process's clock; never
         negative."""
-        return max(0.0, self._until - time.monotonic())
+        return max(0.0, self._until - time.monotonic() - _suspended())
 
     def renew(self) -> None:
         """Extend the lease, if the database can be used."""
         self.due = time.monotonic() + min(1.0, self.seconds / 4)
         if not database_health.usable(self.using):
             return
-        until = time.monotonic() + self.seconds
+        until, suspended = time.monotonic() + self.seconds, _suspended()
         try:
             self._renew()
         except Exception as error:
@@ -73,7 +80,7 @@ class Lease:
             database_health.report("a lease cannot be renewed", error)
         else:
             self._lapsed = self.lapsed
-            self._until, self.due = until, until - self.seconds / 2
+            self._until, self.due = until + suspended, until - self.seconds / 2
 
     def begin(self) -> None:
         """Begin to renew the lease."""

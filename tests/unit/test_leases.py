@@ -48,6 +48,18 @@ def test_the_time_of_a_lease_begins_before_it_is_granted() -> None:
         assert not lease.lapsed
 
 
+def test_a_lease_ends_while_the_machine_is_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease = Lease("other", 60.0, lambda: None, since=time.monotonic())
+    real = time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: real(clock) + 100)
+    assert lease.lapsed
+    lease.renew()
+    assert lease.lapsed
+    assert 59 < lease.left <= 60
+
+
 def test_many_leases_in_one_database_share_a_thread() -> None:
     renewed: set[int] = set()
     leases = [
