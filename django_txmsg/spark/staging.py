@@ -126,17 +126,21 @@ class Staging:
         names = json.dumps({one.task: 0 for one in tasks})
         theirs = "run = %s AND task IN (SELECT key FROM json_each(%s))"
         with closing(connect_plain(self.spec)) as connection, connection.transaction():
-            staged = connection.value(
-                f"SELECT count(*) FROM {_STAGED} WHERE {theirs}", self.run, names
-            )
-            if staged != announced:
-                raise EnvironmentFault(
-                    f"Run {self.run}: {announced} messages were announced and {staged} "
-                    "are staged (did the database restart?). Nothing was stored: run "
-                    "again."
+            stored = 0
+            if remember(connection, self.run, announced, f"{ids:032x}"):
+                stored = self._store(connection, rate, theirs, names)
+                # Counted as they go: a statement between two others sees what another
+                # process of this run has cleared meanwhile.
+                staged = connection.execute(
+                    f"DELETE FROM {_STAGED} WHERE {theirs}", self.run, names
                 )
-            fresh = remember(connection, self.run, announced, f"{ids:032x}")
-            stored = self._store(connection, rate, theirs, names) if fresh else 0
+                if staged != announced:
+                    raise EnvironmentFault(
+                        f"Run {self.run}: {announced} messages were announced and "
+                        f"{staged} are staged (did the database restart, or was a "
+                        "second run of this name stopped?). Nothing was stored: run "
+                        "again."
+                    )
             connection.execute(_CLEAR, self.run)
         return stored
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -141,6 +142,37 @@ def test_a_merge_with_less_than_was_announced_stores_nothing(spark, log: Log) ->
         Staging(log.spec, "r").merge([Brought("0-0", 5, 0)])
 
     assert log.count() == 0
+
+
+def test_rows_that_another_process_of_the_run_clears_are_not_taken_as_stored(
+    pg_log: Log,
+) -> None:
+    """The same replay was started twice, and the second one is stopped while the first
+    one stores the messages."""
+    staging = Staging(pg_log.spec, "r")
+    rows = [message(n) for n in range(3)]
+    for sql in (
+        "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$ BEGIN PERFORM pg_advisory_xact_lock(42); RETURN NEW; END $$",
+        "CREATE TRIGGER waits BEFORE INSERT ON django_txmsg_storedrun"
+        " FOR EACH ROW EXECUTE FUNCTION wait()",
+    ):
+        pg_log.execute(sql)
+    waiting = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+        " AND wait_event = 'advisory'"
+    )
+    with pg_log.connected() as connection, ThreadPoolExecutor(1) as pool:
+        connection.rows("SELECT pg_advisory_lock(42)")
+        first = pool.submit(staging.merge, [staged(staging, "0-1", rows)])
+        wait_until(lambda: connection.value(waiting))
+        Staging(pg_log.spec, "r").clear()
+        connection.rows("SELECT pg_advisory_unlock(42)")
+        with pytest.raises(EnvironmentFault, match="3 messages were announced and 0"):
+            first.result()
+
+    assert staging.merge([staged(staging, "0-1", rows)]) == 3
+    assert pg_log.count() == 3
 
 
 def test_a_merge_takes_more_tasks_than_a_statement_has_parameters(log: Log) -> None:
