@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
+from deltalake import DeltaTable
+
 from .connection import connect_plain
 from .errors import EnvironmentFault
 from .lake import CommitFailedError, Lake, NoLake, app_name
@@ -33,11 +35,6 @@ class BatchLog:
         self.place = lake.table(table.name, table.lake_struct())
         self.service, self.table = service, table
         self.app = app_name("archive", service, table.name)
-        self.read()
-
-    def read(self) -> None:
-        """Set `identity` and `last` to the table's id and the number of the newest
-        entry in the lake."""
         delta = self.place.load()
         self.identity = "" if delta is None else str(delta.metadata().id)
         self.last = (
@@ -54,10 +51,7 @@ class BatchLog:
     ) -> None:
         """Add the entry `number` to the log. Raises EnvironmentFault if another
         archiver has added an entry since `last`."""
-        delta = self.place.ensure()
-        found = self.place.last(delta, "archive", self.service)
-        if found != self.last:
-            raise self.taken_over(f"its log is at {found}, not at {self.last}")
+        delta = self.unchanged()
         try:
             self.place.commit(
                 delta,
@@ -72,6 +66,16 @@ class BatchLog:
         except CommitFailedError as error:
             raise self.taken_over(error) from error
         self.last = number
+
+    def unchanged(self) -> DeltaTable:
+        """Return the lake's table, which is created if it does not exist. Raises
+        EnvironmentFault if another archiver has added an entry since `last`."""
+        delta = self.place.ensure()
+        found = self.place.last(delta, "archive", self.service)
+        if found != self.last:
+            raise self.taken_over(f"its log is at {found}, not at {self.last}")
+        self.identity = str(delta.metadata().id)
+        return delta
 
     def taken_over(self, why: object) -> EnvironmentFault:
         """Return the error to raise when another archiver has added an entry."""

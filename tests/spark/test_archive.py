@@ -24,6 +24,7 @@ from django_txmsg.spark import lake as lake_module
 from django_txmsg.spark.errors import EnvironmentFault, VerificationRefused
 from django_txmsg.spark.jobs.archive import (
     ArchiveOptions,
+    Archiver,
     ArchiveResult,
     tasks_on,
 )
@@ -327,6 +328,27 @@ def test_an_archiver_that_has_lost_its_lock_changes_nothing(
     assert_moved_once(before, pg_log, lake, set(before))
 
 
+def test_archiver_whose_lock_a_proxy_has_lost_does_not_reset_the_mark_of_another(
+    pg_log: Log, lake: LakeSpec
+) -> None:
+    """Both archive the first batches of a new lake. Behind a transaction-pooling proxy,
+    the lock is gone while the connection works."""
+    pg_log.send_many(150)
+    before = hashes_in(pg_log)
+
+    def overtake(step: str) -> None:
+        if step == "written":
+            first.ledger.connection.value("SELECT pg_advisory_unlock_all()")
+            assert archive(None, pg_log, lake).rows == 150
+
+    first = Archiver(None, pg_log.spec, lake, OUTBOX, SMALL, on_step=overtake)
+    with pytest.raises(EnvironmentFault, match="its log is at 2, not at 0"):
+        first.run()
+
+    assert pg_log.value("SELECT purged_through FROM django_txmsg_archivemark") == 2
+    assert_moved_once(before, pg_log, lake, set(before))
+
+
 def test_rows_that_another_archiver_is_deleting_stay_in_the_lake(
     pg_log: Log, lake: LakeSpec
 ) -> None:
@@ -478,8 +500,9 @@ def test_rows_of_two_databases_with_the_same_id_and_message_are_not_doubled(
     assert told.facts["problems"] == []
 
 
+@pytest.mark.parametrize("reached", ["written", "committing"])
 def test_two_databases_of_a_service_at_once_lose_and_double_nothing(
-    make_log, lake: LakeSpec
+    make_log, lake: LakeSpec, reached: str
 ) -> None:
     logs: list[Log] = [make_log("sqlite"), make_log("sqlite", "other")]
     logs[1].spec = replace(logs[1].spec, service="shop")
@@ -488,7 +511,7 @@ def test_two_databases_of_a_service_at_once_lose_and_double_nothing(
     before = [hashes_in(log) for log in logs]
 
     def intrude(step: str) -> None:
-        if step == "committing" and logs[1].count():
+        if step == reached and logs[1].count():
             archive(None, logs[1], lake)
 
     with pytest.raises(EnvironmentFault, match="let the two run one after the other"):

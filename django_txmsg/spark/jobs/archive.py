@@ -276,8 +276,9 @@ class Archiver:
         if not written:
             return
         if not self.mark.lake_id:
-            self.log.place.ensure()
-            self.log.read()
+            # Another archiver may have created it: its entries must refuse ours, and
+            # its mark must stay.
+            self.log.unchanged()
             self.mark = self.ledger.marks.place(self.log.identity, self.lake.uri, 0)
         self.ledger.marks.begin(self.mark.lake_id, written[-1].batch.number)
         for one in written:
