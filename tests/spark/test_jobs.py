@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -224,6 +225,27 @@ def test_a_new_listener_need_not_have_earlier_messages(
     now = datetime.now(timezone.utc)
     log.send([{"destination": topic, "created_at": now, "dispatched_at": now}])
     assert lost("old", "new") == ["shop/new"] + ["shop/old"] * 4
+
+
+def test_the_first_listener_of_a_service_need_not_have_earlier_messages(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    topic = "topic:orders.placed"
+    log.send_many(3, destination=topic)
+    spec = JobSpec((log.spec,), lake)
+    outcome(spec, "reconcile")
+    spec = replace(spec, subscriptions=(Subscription(topic, "shop", "first"),))
+
+    def lost() -> int:
+        counts = outcome(spec, "reconcile", "--grace", "0s").counts
+        return int(counts.get("never_received", 0))
+
+    # An earlier run has seen this service without a stage.
+    assert lost() == 0
+    now = datetime.now(timezone.utc)
+    log.send([{"destination": topic, "created_at": now, "dispatched_at": now}])
+    assert lost() == 1
 
 
 @analyzes

@@ -44,12 +44,20 @@ def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
     return log.lake.table(name, struct).read(log.spark, services=own)
 
 
+def ended_runs(log: WholeLog) -> DataFrame:
+    """Return the rows of this service's finished runs of `reconcile` in the lake. These
+    runs have stored their results, because dry runs are left out."""
+    ended = kept_by(log, "runs", RUN).where("state IN ('clean', 'findings')")
+    real = ~sf.col("options").contains('"dry_run":')
+    return ended.where(real & (sf.col("job") == "reconcile"))
+
+
 def standing_findings(log: WholeLog) -> DataFrame:
     """Return the FINDING rows of the lake that were unresolved after the last run of
     this service. In a finding that only a run without an end has found, `found_at` is
     null."""
-    ended = kept_by(log, "runs", RUN).where("state IN ('clean', 'findings')")
-    ended = sf.broadcast(ended.select("run_id", sf.lit(True).alias("ended")))
+    ended = ended_runs(log).select("run_id", sf.lit(True).alias("ended"))
+    ended = sf.broadcast(ended)
     journal = kept_by(log, "verdicts", CHANGE).join(ended, "run_id", "left")
     found_at = sf.when(sf.col("ended"), sf.col("found_at"))
     return standing(journal.withColumn("found_at", found_at))

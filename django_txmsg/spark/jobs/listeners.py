@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from pyspark.sql import DataFrame
@@ -102,18 +102,20 @@ def listeners(
     found: Iterable[Place],
     declared: Sequence[Subscription],
     now: dt.datetime,
+    ran: Collection[str] = (),
 ) -> Listeners:
     """Return the stages that are expected to receive from topics, each with the
     interval in which it listens. `known` are the listeners that earlier runs recorded.
     `found` are the receivers in the logs. `declared` are the stages that services
-    declare now.
+    declare now. `ran` are the services whose earlier runs have recorded all listeners.
 
     A stage in the logs listens from its first message. A newly declared stage listens
-    from now if an earlier run has recorded a listener of its service. If no run has,
-    and the stage replaces another stage, it listens from the time when that other stage
-    has stopped and received its last message. If it replaces none, it listens from the
-    beginning. A stage that is declared again also listens from the time when the stage
-    that it replaces has done so. If it replaces none, it listens from now.
+    from now if its service is one of `ran`, or if an earlier run has recorded a
+    listener of its service. If neither is the case, and the stage replaces another
+    stage, it listens from the time when that other stage has stopped and received its
+    last message. If it replaces none, it listens from the beginning. A stage that is
+    declared again also listens from the time when the stage that it replaces has done
+    so. If it replaces none, it listens from now.
 
     A stage that is no longer declared stops listening now, or when the stage that
     replaces it receives its first message. It stopped at its last message if no run has
@@ -124,7 +126,7 @@ def listeners(
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):
         intervals.setdefault((one.destination, one.consumer), {})[one.since] = one.until
-    noted = {_service(one) for one in intervals}
+    noted = {_service(one) for one in intervals}.union(ran)
     received = _received(found)
     stages = {
         (one.destination, f"{one.service}/{one.stage}")

@@ -42,7 +42,7 @@ from ..transforms.journeys import (
 )
 from ..transforms.reconcile import FINDINGS, LOST, STUCK, Judgement
 from .counted import as_outcome, received_by_all, usable
-from .findings import described, known_findings, standing_findings
+from .findings import described, ended_runs, known_findings, standing_findings
 from .flows import Flows
 from .journeys import Journeys, marks_of
 from .listeners import (
@@ -201,7 +201,8 @@ def run_reconcile(
         there += counted_places(lines)
         now = max(one.taken for one in log.live)
         heard = [] if log.lake is None else kept_listeners(log.lake)
-        listening = listeners(heard, there, spec.subscriptions, now)
+        ran = [] if ended_runs(log).isEmpty() else [spec.service().service]
+        listening = listeners(heard, there, spec.subscriptions, now, ran)
         expected = spark.createDataFrame(
             [dataclasses.astuple(one) for one in listening.expected], EXPECTED
         )
