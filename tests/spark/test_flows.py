@@ -14,7 +14,7 @@ from django.db import transaction
 from django.utils import timezone
 
 from django_txmsg import wire
-from django_txmsg.flows import cancel, resume
+from django_txmsg.flows import Flow, Next, cancel, resume, start, step
 from django_txmsg.management.commands.pipeline import source_spec
 from django_txmsg.models import (
     Batch,
@@ -31,11 +31,12 @@ from django_txmsg.spark.schemas import FLOW_RUNS, FLOW_STEPS, FLOW_UNDOS, TABLES
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.testing import drain
 from tests.running import IMPATIENT, txmsg
+from tests.shelved_flows import at_hand, shelved
 from tests.spark.archives import delta_rows, hashes_in, hashes_of_lake
 from tests.spark.conftest import committing
 from tests.spark.log import Log
 from tests.spark.running import run
-from tests.trips import begin, trips, waiting
+from tests.trips import Order, begin, trips, waiting
 
 pytestmark = [committing, pytest.mark.usefixtures("trip")]
 
@@ -249,6 +250,50 @@ def test_a_run_that_is_stuck_is_found_whenever_it_began(
     found = judged(spec, "--since", "24h")
 
     assert found == {("unanswered", str(stuck.run_id), "acts.trip")}
+
+
+@shelved
+class Signing(Flow[Order, str], name="acts.signing", within=None):
+    @step
+    def start(self, order: Order) -> Next[str]:
+        return self.wait(then=self.signed)
+
+    @step
+    def signed(self, name: str) -> Next[str]:
+        return name
+
+
+@shelved
+class Checking(Flow[Order, str], name="acts.checking", within=None):
+    @step
+    def start(self, order: Order) -> Next[str]:
+        return self.hand_over(Signing, order)
+
+
+@shelved
+class Selling(Flow[Order, str], name="acts.selling", within=None):
+    @step
+    def start(self, order: Order) -> Next[str]:
+        return self.ask(Checking, order, then=self.sold)
+
+    @step
+    def sold(self, name: str) -> Next[str]:
+        return name
+
+
+def test_a_run_waits_for_the_flow_to_which_the_asked_one_has_handed_over(
+    spark: Any, spec: JobSpec
+) -> None:
+    with at_hand(Signing, Checking, Selling):
+        with transaction.atomic():
+            start(Selling, Order(1))
+        drain()
+    outcomes = Run.objects.order_by("flow").values_list("flow", "outcome")
+    assert list(outcomes) == [
+        ("acts.checking", "handed_over"), ("acts.selling", ""), ("acts.signing", ""),
+    ]  # fmt: skip
+
+    assert judged(spec) == set()
 
 
 def test_erasing_removes_what_an_ended_flow_knew(spark: Any, spec: JobSpec) -> None:

@@ -20,9 +20,10 @@ from .reading import WholeLog
 #: The verdicts of runs.
 OF_RUNS = ("undo_without_request", "unanswered", "not_undone")
 
-#: The rows of the database that can have a verdict, and the undos of these runs.
+#: The rows of the database that can have a verdict, the runs that another one
+#: continues, and the undos of these runs.
 _LIVE = (
-    "(t.ended_at IS NULL OR t.outcome = 'failed'"
+    "(t.ended_at IS NULL OR t.outcome IN ('failed', 'handed_over')"
     " OR (t.outcome = 'answered' AND CAST(t.caller AS text) <> '{{}}'))"
 )
 _LIVE_UNDOS = f"t.run_id IN (SELECT t.id FROM {FLOW_RUNS.relation} t WHERE {_LIVE})"
@@ -54,6 +55,7 @@ class Flows:
         day = None if by.since is None or found else by.since.date()
         runs = log.read("flow_runs", RUN, since=day, where=_LIVE)
         undos = log.read("flow_undos", UNDO, since=day, where=_LIVE_UNDOS)
+        self._names = runs.select(sf.col("flow").alias("name")).distinct()
         self._runs = runs.where(
             _undoing() | sf.col("ended_at").isNull() | _undelivered()
         )
@@ -94,9 +96,8 @@ class Flows:
         )
 
     def _of_runs(self, asked: DataFrame) -> DataFrame:
-        flows = self._runs.select(sf.col("flow").alias("name")).distinct()
         waits = self._runs.join(asked, "request_id", "left").join(
-            sf.broadcast(flows), sf.col("asked") == sf.col("name"), "left"
+            sf.broadcast(self._names), sf.col("asked") == sf.col("name"), "left"
         )
         late = sf.col("since") < self._stuck
         # A flow may work for long after it has processed its request; a stage answers
