@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from tests.running import IMPATIENT, txmsg
 from tests.shelved_flows import at_hand, shelved
 from tests.spark.archives import delta_rows, hashes_in, hashes_of_lake
 from tests.spark.conftest import committing
-from tests.spark.log import Log
+from tests.spark.log import UTC, Log
 from tests.spark.running import run
 from tests.trips import Order, begin, trips, waiting
 
@@ -294,6 +294,22 @@ def test_a_run_waits_for_the_flow_to_which_the_asked_one_has_handed_over(
     ]  # fmt: skip
 
     assert judged(spec) == set()
+
+
+def test_an_archived_run_is_judged_whatever_the_time_zone_of_since(
+    spark: Any, spec: JobSpec
+) -> None:
+    """In UTC, it began on the day before the one that the option names."""
+    undelivered, began = answered("A-1"), datetime(2026, 3, 1, 23, 30, tzinfo=UTC)
+    Run.objects.filter(pk=undelivered.pk).update(
+        caller={"txmsg-reply-to": "x.steps"}, created_at=began
+    )
+    archive(spec)
+    assert not Run.objects.exists()
+
+    found = judged(spec, "--since", "2026-03-02T00:00+01:00")
+
+    assert ("unanswered", str(undelivered.run_id), "acts.trip") in found
 
 
 def test_erasing_removes_what_an_ended_flow_knew(spark: Any, spec: JobSpec) -> None:

@@ -15,7 +15,7 @@ from ..schemas import FLOW_RUNS, FLOW_UNDOS, struct_of
 from ..transforms import timestamp
 from ..transforms.reconcile import VERDICT, Judgement, of_service
 from .journeys import Journeys
-from .reading import WholeLog
+from .reading import WholeLog, day_of
 
 #: The verdicts of runs.
 OF_RUNS = ("undo_without_request", "unanswered", "not_undone")
@@ -52,7 +52,7 @@ class Flows:
         self._by, self._stuck = by, timestamp(by.stuck_before or by.horizon)
         # A run may register an undo long after it began, never before.
         found = any(verdict in OF_RUNS for _, verdict in by.standing)
-        day = None if by.since is None or found else by.since.date()
+        day = None if by.since is None or found else day_of(by.since)
         runs = log.read("flow_runs", RUN, since=day, where=_LIVE)
         undos = log.read("flow_undos", UNDO, since=day, where=_LIVE_UNDOS)
         self._names = runs.select(sf.col("flow").alias("name")).distinct()
