@@ -49,16 +49,17 @@ def keeping(connection: Connection, spec: SourceSpec) -> AbstractContextManager[
 
 
 def storing(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
-    """Prevent erasures while the block reads messages and stores them again. Raises
-    Taken, without waiting, if an erasure is running."""
+    """Prevent erasures while the block reads messages and stores what it has found,
+    such as the messages themselves. Raises Taken, without waiting, if an erasure is
+    running."""
     what = "An erasure of messages"
     return _alone(connection, spec, "erase", what, shared=True)
 
 
 def erasure(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
-    """Prevent replays while the block erases messages. Raises Taken, without waiting,
-    if a replay is running."""
-    return _alone(connection, spec, "erase", "A replay of messages")
+    """Prevent replays and reconciliations while the block erases messages. Raises
+    Taken, without waiting, if one of them is running."""
+    return _alone(connection, spec, "erase", "A replay or a `reconcile`")
 
 
 @contextmanager

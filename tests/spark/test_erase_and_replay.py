@@ -1,5 +1,5 @@
-"""`erase` and `replay` run at the same time. A replay must not store an erased message
-again."""
+"""`erase` runs at the same time as `replay` and `reconcile`. A replay must not store an
+erased message again, and `reconcile` no finding about one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import uuid
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tests.spark.archives import archive
 from tests.spark.conftest import everywhere
 from tests.spark.kill_follow import OPTIONS
 from tests.spark.log import Log
-from tests.spark.running import end, run, start
+from tests.spark.running import but, end, run, start
 from tests.spark.test_outgoing import request_replay
 
 
@@ -62,7 +63,7 @@ def test_a_message_is_not_erased_while_a_replay_is_about_to_store_it(
 
 
 @everywhere
-def test_no_replay_runs_beside_an_erasure(
+def test_no_replay_or_reconcile_runs_beside_an_erasure(
     spark: object, log: Log, lake: LakeSpec
 ) -> None:
     log.send_many(3)
@@ -71,9 +72,12 @@ def test_no_replay_runs_beside_an_erasure(
     with closing(connect_plain(log.spec)) as connection:
         with erasure(connection, log.spec), pytest.raises(Taken, match="erasure"):
             run(spec, *replay)
+        with erasure(connection, log.spec), pytest.raises(Taken, match="erasure"):
+            run(spec, "reconcile")
         with storing(connection, log.spec):
-            # Replays run beside each other, and no erasure beside them.
+            # These jobs run beside each other, and no erasure beside them.
             assert run(spec, *replay)["chosen"] == 3
+            assert run(spec, "reconcile", "--fail-on", "never")["exit_code"] == 0
             with pytest.raises(Taken, match="replay"):
                 run(spec, "erase", "--key", "a")
     assert run(spec, "erase", "--key", "a")["messages"] == 0
@@ -119,6 +123,31 @@ def test_a_requested_replay_waits_for_the_end_of_an_erasure(
         assert next_request(connection, log.spec) == request
         assert run(spec, "replay", "--request", request)["chosen"] == 1
         assert record() == ("clean", "")
+
+
+def test_follow_runs_a_due_reconcile_after_the_end_of_an_erasure(
+    make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    stop = threading.Event()
+    options = but(OPTIONS, reconcile_every=timedelta(hours=1))
+    spec = JobSpec((log.spec,), lake)
+    follower = Follower(spec, options, None, stop, say=print)
+
+    def went_on() -> bool:
+        return bool(follower.run) and follower.run.counts.get("rounds", 0) > 1
+
+    rounds = threading.Thread(target=follower.work)
+    with closing(connect_plain(log.spec)) as connection:
+        try:
+            with erasure(connection, log.spec):
+                rounds.start()
+                wait_until(went_on)
+                assert not follower.beside.job
+            wait_until(lambda: follower.beside.job == "reconcile")
+        finally:
+            stop.set()
+            rounds.join()
 
 
 def test_services_in_two_schemas_of_a_database_do_not_exclude_each_other(

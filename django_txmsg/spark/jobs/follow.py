@@ -271,17 +271,20 @@ class Follower:
         self._ended(connection, weigh)
         if self.given.once or self.beside.job:
             return
+        words: tuple[str, ...] = ()
         if self._due(connection, "reconcile", self.given.reconcile_every):
-            self.beside.start("reconcile", *self.reconcile_words())
+            words = ("reconcile", *self.reconcile_words())
         elif (
             self._due(connection, "verify", self.given.verify_every)
             and self._archived()
         ):
-            self.beside.start("verify")
+            words = ("verify",)
         elif request := next_request(connection, self.source):
-            # While an erasure runs, the request waits.
+            words = ("replay", "--request", request)
+        if words:
+            # While an erasure runs, the job waits.
             with suppress(Taken), storing(connection, self.source):
-                self.beside.start("replay", "--request", request)
+                self.beside.start(*words)
 
     def reconcile_words(self) -> list[str]:
         """Return the arguments of the next `reconcile`. It also judges the messages

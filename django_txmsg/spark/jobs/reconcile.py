@@ -15,6 +15,7 @@ import dataclasses
 import datetime as dt
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
@@ -24,7 +25,9 @@ import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.storagelevel import StorageLevel
 
+from ..connection import connect_plain
 from ..lakefile import LakeFile
+from ..lock import storing
 from ..noted import KEY, MOST, Noted
 from ..runs import Run, describe
 from ..schemas import TABLES
@@ -414,8 +417,14 @@ def _worst(findings: DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
-    """Judge the messages, and list the findings. Raises PipelineError."""
-    with job_session(given) as spark:
+    """Judge the messages, and list the findings. Raises PipelineError, such as Taken if
+    an erasure is running: findings could name erased messages."""
+    source = spec.service()
+    with (
+        job_session(given) as spark,
+        closing(connect_plain(source)) as connection,
+        storing(connection, source),
+    ):
         found = run_reconcile(spark, spec, given, run)
     lines = run.lines
     lines.append(f"Judged: messages sent before {found.horizon:%Y-%m-%d %H:%M:%S} UTC.")
