@@ -547,6 +547,31 @@ def test_job_that_cannot_be_started_is_reported_and_holds_up_no_alert(
     assert not [line for line in said if "The database cannot be used" in line]
 
 
+def test_alert_of_failed_reconciliations_goes_on_after_a_restart(
+    make_log: Callable[..., Log], lake: LakeSpec, monkeypatch
+) -> None:
+    log: Log = make_log("sqlite")
+    with log.connected() as connection:
+        Alerts(connection, "shop").weigh("reconcile", 3, 1, "It failed thrice.")
+    told(log)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    options = but(OPTIONS, reconcile_every=timedelta(hours=1))
+    stop = threading.Event()
+    spec = JobSpec((log.spec,), lake)
+    summary = "SELECT summary FROM django_txmsg_pipelinealert WHERE name = 'reconcile'"
+    with receiver() as taking:
+        follower = Follower(spec, options, Webhook(taking.url), stop, say=print)
+        working = threading.Thread(target=follower.work)
+        working.start()
+        try:
+            wait_until(lambda: "cannot be started" in log.value(summary), deadline=60)
+        finally:
+            stop.set()
+            working.join()
+
+    assert taking.taken == []
+
+
 @pytest.mark.parametrize(
     ("days", "options"), [(400, {}), (0, {"dry_run": "True"})], ids=["future", "dry"]
 )

@@ -112,7 +112,6 @@ class Follower:
         self.beside = SparkProcess(spec, given.conf)
         self.telling = Telling(self.source.service, webhook, stop, self.say)
         self.run: Run | None = None
-        self._failures = 0
 
     def work(self) -> None:
         """Run rounds until stopped, or only one round if `once` is true. Raises
@@ -311,10 +310,14 @@ class Follower:
             self.say(f"{job} has failed: {error}")
         if job != "reconcile":
             return
-        self._failures = 0 if error is None else self._failures + 1
-        weigh("reconcile", self._failures, 1, error or "reconcile has run again.")
         if error is None:
+            weigh("reconcile", 0, 1, "reconcile has run again.")
             self._lost(connection, facts["run"])
+            return
+        # The stored number: that of an earlier `follow` counts, too.
+        known = Alerts(connection, self.source.service).read()
+        failures = sum(one.value for one in known if one.name == "reconcile")
+        weigh("reconcile", failures + 1, 1, error)
 
     def _archived(self) -> bool:
         """Return whether a lake exists and can be read now."""
