@@ -48,7 +48,7 @@ from tests.faults import Proxy, wait_until
 from tests.services.certificates import Certificates
 from tests.spark.archives import assert_moved_once, delta_rows, hashes_in
 from tests.spark.conftest import ROOT
-from tests.spark.kill_archive import DIFFERING
+from tests.spark.kill_archive import DIFFERING, requeue
 from tests.spark.kill_follow import OPTIONS
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import but, outcome
@@ -518,6 +518,31 @@ def test_no_standstill_is_measured_while_the_lake_is_away(
     assert "The lock of the archive is back" in said[1]
     assert "The lake" in said[2]
     assert not follower.archive_lock.tries
+
+
+def test_refused_rows_are_reported_although_the_round_did_not_end(
+    make_log: Callable[..., Log], lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(10)
+
+    def change(step: str) -> None:
+        if step == "committed":
+            requeue(log.spec)
+
+    options = but(OPTIONS, table=["outbox", "inbox"])
+    spec, stop = JobSpec((log.spec,), lake), threading.Event()
+    follower = Follower(spec, options, None, stop, on_step=change, say=print)
+    with (
+        log.connected() as connection,
+        recorded(spec, "follow", {}) as run,
+        archiving(connection, log.spec, "inbox"),
+    ):
+        follower._round(connection, run)
+
+    assert follower.archive_lock.tries
+    firing = {one.name: one.value for one in follower.telling.firing}
+    assert firing["refused"] == 1
 
 
 def test_job_that_cannot_be_started_is_reported_and_holds_up_no_alert(

@@ -255,12 +255,15 @@ class Follower:
         if self.store.tries or not busy.tries:
             error = self.store.error or "The archive goes on."
             weigh("lake", self.store.seconds, away, error)
-        if not self.store.tries and not busy.tries:
+        whole = not (self.store.tries or busy.tries)
+        if whole:
             name = max(found, key=lambda one: found[one].held.seconds)
             held, waiting = found[name].held, "No row waits for a long transaction."
             if held.rows:
                 waiting = f"{held.rows:,} rows of {name} wait for {held.whom}"
             weigh("standstill", held.seconds, stuck, waiting)
+        # No later round measures them again.
+        if whole or refused:
             differing = " ".join(refused) or "No row differed from its copy."
             hold = self.webhook is not None
             weigh("refused", len(refused), 0, differing, hold=hold)
