@@ -90,6 +90,11 @@ class Alerts:
             hold,
         )  # fmt: skip
 
+    def drop(self) -> None:
+        """Delete all alerts, because the service has another name now."""
+        sql = f"DELETE FROM {_ALERTS} WHERE service = %s"
+        self.connection.execute(sql, self.service)
+
     def record_delivery(self, alert: Alert) -> None:
         """Record that the webhook has accepted the current status of an alert."""
         self.connection.execute(

@@ -93,10 +93,16 @@ class Noted:
             or one["seen_at"] >= last.started_at
         ]
 
-    def keep(self, findings: Iterable[dict[str, Any]], seen_at: dt.datetime) -> None:
+    def keep(
+        self,
+        findings: Iterable[dict[str, Any]],
+        seen_at: dt.datetime,
+        former: Iterable[str] = (),
+    ) -> None:
         """Store the findings of a run. An earlier finding is deleted if this run has
-        not found it again. Acknowledged findings stay. But a finding that comes back
-        is no longer acknowledged, and counts as new."""
+        not found it again, or if the service had one of the `former` names. (The run
+        has stored it under the present name.) Acknowledged findings stay. But a finding
+        that comes back is no longer acknowledged, and counts as new."""
         names = ("id", "service", *COLUMNS[:8], "counted")
         update = "sender", "sent_at", "found_at", "seen_at"
         notes = "acknowledged_at", "acknowledged_by", "note"
@@ -129,11 +135,12 @@ class Noted:
                     f" ON CONFLICT (id) DO UPDATE SET {', '.join(changes)}",
                     lines,
                 )
-            connection.execute(
-                f"DELETE FROM {_TABLE} WHERE service = %s AND acknowledged_at IS"
-                " NULL AND seen_at < %s",
-                self.source.service, seen_at,
-            )  # fmt: skip
+            for service in (self.source.service, *former):
+                connection.execute(
+                    f"DELETE FROM {_TABLE} WHERE service = %s AND acknowledged_at IS"
+                    " NULL AND seen_at < %s",
+                    service, seen_at,
+                )  # fmt: skip
 
     def acknowledge(self, which: Which, by: str, note: str) -> int:
         """Acknowledge findings with a note, and return how many were acknowledged.

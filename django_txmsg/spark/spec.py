@@ -252,6 +252,11 @@ class JobSpec:
         """Present names of services by their former ones."""
         return {} if self.lake is None else self.lake.former
 
+    def former_names(self) -> list[str]:
+        """Return the former names of the first service."""
+        own = self.service().service
+        return [old for old, present in self.former.items() if present == own]
+
     def public(self) -> JobSpec:
         """Return this specification without secrets."""
         return dataclasses.replace(

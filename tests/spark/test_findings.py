@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,21 @@ def test_resolved_findings_go_and_acknowledged_ones_stay(log: Log) -> None:
     assert ids(noted.read(Which())) == [0, 1]
     assert run(spec, "findings", *some[:2], "--reopen")["rows"] == 1
     assert run(spec, "findings")["counts"] == {LOST: 1}
+
+
+def test_a_renamed_service_keeps_only_acknowledged_findings_of_its_former_name(
+    log: Log,
+) -> None:
+    former = Noted(replace(log.spec, service="before"))
+    former.keep([finding(0), finding(1)], NOW)
+    former.acknowledge(Which(message_ids=(uuid.UUID(int=1),)), "ann", "known")
+    other = Noted(replace(log.spec, service="other"))
+    other.keep([finding(2)], NOW)
+
+    Noted(log.spec).keep([finding(0)], NOW + dt.timedelta(hours=2), ["before"])
+
+    found = [ids(one.read(Which())) for one in (former, other, Noted(log.spec))]
+    assert found == [[1], [2], [0]]
 
 
 def test_acknowledging_needs_findings_and_a_reason_and_is_recorded(make_log) -> None:

@@ -411,6 +411,19 @@ def test_an_event_is_kept_until_the_webhook_accepts_it(log: Log) -> None:
     assert (again.firing, again.news) == (False, False)
 
 
+def test_alerts_of_a_services_former_name_are_dropped(
+    make_log: Callable[..., Log], lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    with log.connected() as connection:
+        for name in ("before", "other"):
+            Alerts(connection, name).weigh("lag", 1, 0, "It is 1.")
+        round_of(log, replace(lake, former={"before": "shop", "older": "other"}))
+        left = [bool(Alerts(connection, name).read()) for name in ("before", "other")]
+
+    assert left == [False, True]
+
+
 def test_alert_firing_again_before_its_end_was_delivered_is_the_same(
     log: Log,
 ) -> None:

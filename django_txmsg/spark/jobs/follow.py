@@ -143,6 +143,8 @@ class Follower:
             self.run = run
             self.follow_lock.over()
             self._database_back()
+            for name in self.spec.former_names():
+                Alerts(connection, name).drop()
             if self.given.reconcile_every and not self.given.once:
                 self._lost(connection)
             while True:

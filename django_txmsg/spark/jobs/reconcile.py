@@ -265,7 +265,8 @@ def run_reconcile(
                 rows = [dataclasses.asdict(one) for one in listening.fresh]
                 results.save_rows("subscriptions", EXPECTED, rows)
         if keep:
-            Noted(spec.service()).keep(_worst(listed), run.started_at)
+            noted, former = Noted(spec.service()), spec.former_names()
+            noted.keep(_worst(listed), run.started_at, former)
             judged = min(by.horizon, by.stuck_before or by.horizon)
             services = sorted({one.service for one in spec.services})
             run.options |= {"services": services, "judged_until": judged.isoformat()}
