@@ -17,6 +17,7 @@ from deltalake import DeltaTable
 
 from django_txmsg.spark.connection import read_json
 from django_txmsg.spark.errors import EnvironmentFault, SpoiltFile, faults_told
+from django_txmsg.spark.lock import Archiving, archiving
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import (
@@ -221,6 +222,28 @@ def test_damaged_file_of_one_table_does_not_stop_the_sweep_of_others(
     assert len(DeltaTable(path_of(lake)).file_uris()) == 1
     counts = log.value("SELECT counts FROM django_txmsg_pipelinerun")
     assert read_json(counts)["outbox"]["compacted"] == 3
+
+
+def test_an_archive_of_one_table_does_not_stop_the_sweep_of_others(
+    make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(250)
+    for _ in range(2):
+        log.receive([{"message_id": uuid.uuid4()}])
+        archive(None, log, lake, table=INBOX)
+    archive(None, log, lake)
+
+    with (
+        log.connected() as connection,
+        archiving(connection, log.spec, "inbox"),
+        pytest.raises(Archiving, match="inbox of 'shop' is running"),
+    ):
+        sweep(log, lake)
+
+    counts = read_json(log.value("SELECT counts FROM django_txmsg_pipelinerun"))
+    assert counts["outbox"]["compacted"] == 3
+    assert len(DeltaTable(path_of(lake, INBOX)).file_uris()) == 2
 
 
 def test_a_file_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..lake import CommitFailedError, Lake, LakeTable, touched
 from ..lakefile import LakeFile
-from ..lock import Taken, archiving, keeping
+from ..lock import Archiving, Taken, archiving, keeping
 from ..progress import progress_bar
 from ..runs import Run
 from ..schemas import TABLES
@@ -104,10 +104,11 @@ def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     """Sweep a service's part of each table in the lake, including the tables of
     results. The run gets the numbers of removed and merged files of each table. A dry
     run changes no file, and gets the numbers that a real run would get. If a table has
-    a damaged file, raises the error after all other tables are swept."""
+    a damaged file, or is being archived, raises the error after all other tables are
+    swept."""
     lake = Lake(spec.lake_spec())
     service = spec.service()
-    damaged: PipelineError | None = None
+    fault: PipelineError | None = None
     bar = progress_bar("sweep", quiet=given.json, unit="steps")
     names = lake.names()
     bar.reset(2 * len(names))
@@ -125,8 +126,8 @@ def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
                     step(place, service.service, given, done)
             except Taken:
                 continue  # `reconcile` uses them: the next run sweeps
-            except (SpoiltFile, VerificationRefused) as error:
-                damaged = damaged or error
+            except (Archiving, SpoiltFile, VerificationRefused) as error:
+                fault = fault or error
             except CommitFailedError as error:
                 raise EnvironmentFault(
                     f"{name} was changed by another process meanwhile ({error}). Run "
@@ -134,8 +135,8 @@ def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
                 ) from error
     bar.clear()
     run.rows = sum(one["orphans"] + one["replaced"] for one in run.counts.values())
-    if damaged:
-        raise damaged
+    if fault:
+        raise fault
     would = "would be " if given.dry_run else ""
     run.lines += [
         f"{name}: {one['orphans']} orphaned and {one['replaced']} replaced files "
