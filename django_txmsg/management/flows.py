@@ -109,7 +109,7 @@ class Command(BaseCommand):
             for step in steps:
                 left = "  (left by going back)" if step.left else ""
                 self.stdout.write(
-                    f"  {step.pk}  {local(step.created_at)}  {step.step}, then "
+                    f"  {step.pk:>8}  {local(step.created_at)}  {step.step}, then "
                     f"{printable(step.then) or 'as before'}: "
                     f"{json.dumps(masking.of_run(run.flow, step.state))}{left}"
                 )
