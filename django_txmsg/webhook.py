@@ -180,7 +180,9 @@ class _SecureConnection(_Connection, HTTPSConnection):
 
 def _cut(connection: socket.socket) -> None:
     with suppress(OSError):  # closed long ago
-        connection.shutdown(socket.SHUT_RDWR)
+        # Not connection.shutdown(), which ends TLS before it ends the connection:
+        # another thread's write at that moment would leave without encryption.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):

@@ -245,7 +245,9 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         self.running = False
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+                # Not by the TLS socket's own method, which ends TLS first: a write at
+                # that moment would leave without encryption.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def cleanup(self) -> None:
         """Close the socket. stomp.py calls this at the end of the I/O thread.
