@@ -248,7 +248,8 @@ class Settlement:
             try:
                 changed = statement()
             except AnyDatabaseError as error:
-                connection.close()
+                # Not to a pool either: the server may take no writes any more.
+                database_health.discard(self.using)
                 over = not self.lease.left or self.stop.is_set()
                 if over or in_block(connection) or not database_health.may_pass(error):
                     raise

@@ -17,6 +17,7 @@ from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
+from django_txmsg.runtime import notifications
 from django_txmsg.sending.outbox import send_messages
 from tests.faults import wait_until
 from tests.running import IMPATIENT, at_work, committing, ship, txmsg
@@ -94,6 +95,29 @@ def test_a_lost_connection_doubles_nothing(
     assert ship() == 0
     assert set(copies().values()) == {1}
     assert len(copies()) == COUNT
+
+
+def test_a_connection_to_a_demoted_server_does_not_go_back_to_the_pool(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "django_txmsg.relay")
+    # Its thread has a connection that did not come from the pool.
+    notifications.stop_notifiers(30)
+    pooled: Any = connection
+    pooled.close()
+    after_the_receipts(monkeypatch, demote)
+    with txmsg(NOTIFY=False), monkeypatch.context() as patch:
+        options = {"min_size": 1, "max_size": 1}
+        patch.setitem(pooled.settings_dict["OPTIONS"], "pool", options)
+        lane = Lane("default", "default")
+        try:
+            assert lane.dispatch() == COUNT
+            assert lane.counts == {"dispatched": COUNT}
+        finally:
+            lane.close()
+            pooled.close()
+            pooled.close_pool()
+    assert caplog.text.count("retrying to record") == 1
 
 
 def test_the_lane_waits_for_a_database_that_refuses_connections(
