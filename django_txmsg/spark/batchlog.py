@@ -19,7 +19,7 @@ from deltalake import DeltaTable
 
 from .connection import connect_plain
 from .errors import EnvironmentFault
-from .lake import CommitFailedError, Lake, NoLake, app_name
+from .lake import Lake, NoLake, Overtaken, app_name
 from .lakefile import LakeFile
 from .ledger import Ledger, Mark, marks_in
 from .schemas import TABLES, Table
@@ -63,7 +63,7 @@ class BatchLog:
                 },
                 app=(self.app, number),
             )  # fmt: skip
-        except CommitFailedError as error:
+        except Overtaken as error:
             raise self.taken_over(error) from error
         self.last = number
 

@@ -20,8 +20,7 @@ from urllib.parse import unquote
 import deltalake
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction
-from deltalake.exceptions import CommitFailedError as CommitFailedError
-from deltalake.exceptions import TableNotFoundError
+from deltalake.exceptions import CommitFailedError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 from pyarrow import fs
 from pyspark.sql import DataFrame, SparkSession
@@ -36,6 +35,11 @@ from .spec import LakeSpec
 from .storage import MARKER, Place, insist_on, place_of, sync
 
 _KEY = "txmsg"
+
+
+class Overtaken(EnvironmentFault):
+    """Another process has changed the same service's files of a table, or has committed
+    under the same name."""
 
 
 class LakeTable:
@@ -127,11 +131,20 @@ class LakeTable:
         """Add `files` to the table, and remove the `replaced` files, in one log entry.
         `delta` is the version that the caller has seen.
 
-        `app` is the name and the number of the commit. If another process has committed
-        under the same name since `delta` was loaded, CommitFailedError is raised.
-        `same_rows` means that `files` contain exactly the rows of the `replaced` files.
+        `app` is the name and the number of the commit. `same_rows` means that `files`
+        contain exactly the rows of the `replaced` files.
+
+        Raises Overtaken if another process has committed under the same name, or
+        changed the files of a service of the `replaced` files, since `delta` was
+        loaded. What it has removed of other services does not matter.
         """
-        files = list(files)
+        files, replaced = list(files), list(replaced)
+        services = {one.service for one in replaced}
+
+        def own(version: DeltaTable) -> tuple[set[LakeFile], int | None]:
+            named = {one for one in self.named(version) if one.service in services}
+            return named, version.transaction_version(app[0]) if app else None
+
         before: int = delta.version()
         there = {f"{self.root}/{one.path}": one.size for one in files}
         insist_on(self.files, there)
@@ -141,16 +154,28 @@ class LakeTable:
         now = int(dt.datetime.now(dt.timezone.utc).timestamp() * 1000)
         actions: list[Any] = [_added(one, same_rows) for one in files]
         actions += [_removed(one, now, same_rows) for one in replaced]
-        delta.create_write_transaction(
-            actions,
-            mode="append",
-            schema=delta.schema(),
-            partition_by=PARTITIONS,
-            commit_properties=CommitProperties(
-                custom_metadata={_KEY: json.dumps(metadata)},
-                app_transactions=[Transaction(*app, None)] if app else None,
-            ),
-        )
+        while True:
+            try:
+                delta.create_write_transaction(
+                    actions,
+                    mode="append",
+                    schema=delta.schema(),
+                    partition_by=PARTITIONS,
+                    commit_properties=CommitProperties(
+                        custom_metadata={_KEY: json.dumps(metadata)},
+                        app_transactions=[Transaction(*app, None)] if app else None,
+                    ),
+                )
+                break
+            except CommitFailedError as error:
+                present = self.ensure()
+                same = present.version() == delta.version()  # then it fails again
+                if same or own(present) != own(delta):
+                    raise Overtaken(
+                        f"{self.uri} was changed by another process meanwhile "
+                        f"({reason(error)}). Run again."
+                    ) from error
+                delta = present
         after = self.load()
         assert after is not None
         # One of these is ours; others may have committed at the same time.

@@ -310,7 +310,7 @@ def test_two_runs_bring_the_same_batches_once(spark, make_log, lake: LakeSpec) -
             lock.unlink()  # as when a proxy has broken it
             seen.append(catch_up(spark, spec))
 
-    with pytest.raises(EnvironmentFault, match="run again"):
+    with pytest.raises(EnvironmentFault, match="journeys was changed by another"):
         catch_up(spark, spec, on_step=overtake)
 
     assert seen[1:] == [at_once(spark, spec)]

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from deltalake import DeltaTable
 
 from django_txmsg.spark.connection import read_json
 from django_txmsg.spark.errors import EnvironmentFault, SpoiltFile, faults_told
+from django_txmsg.spark.lake import Lake, Overtaken
 from django_txmsg.spark.lock import Archiving, archiving
+from django_txmsg.spark.results import Results, result_struct
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.transforms.journeys import EXPECTED
 from tests.spark.archives import (
     archive,
     assert_moved_once,
@@ -27,7 +31,7 @@ from tests.spark.archives import (
     hashes_in,
     path_of,
 )
-from tests.spark.log import Log
+from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import outcome, run
 
 
@@ -244,6 +248,39 @@ def test_an_archive_of_one_table_does_not_stop_the_sweep_of_others(
     counts = read_json(log.value("SELECT counts FROM django_txmsg_pipelinerun"))
     assert counts["outbox"]["compacted"] == 3
     assert len(DeltaTable(path_of(lake, INBOX)).file_uris()) == 2
+
+
+def test_a_table_is_changed_beside_another_service_and_not_beside_the_same(
+    lake: LakeSpec,
+) -> None:
+    def add(service: str) -> None:
+        results = Results(lake, service, uuid.uuid4().hex, LONG_AGO)
+        row = dict.fromkeys(EXPECTED.fieldNames())
+        results.save_rows("subscriptions", EXPECTED, [row])
+
+    def version() -> DeltaTable:
+        found = place.load()
+        assert found is not None
+        return found
+
+    def drop(service: str, seen: DeltaTable) -> None:
+        first = place.named(seen, service)[:1]
+        place.commit(seen, (), replaced=first, metadata={})
+
+    for service in ("shop", "payments"):
+        for _ in range(3):
+            add(service)
+    place = Lake(lake).table("subscriptions", result_struct(EXPECTED))
+    seen = version()
+    drop("payments", version())
+
+    drop("shop", seen)
+
+    left = Counter(one.service for one in place.named())
+    assert left == {"shop": 2, "payments": 2}
+    with pytest.raises(Overtaken, match=r"changed by another process .* Run again\."):
+        drop("shop", seen)
+    assert Counter(one.service for one in place.named()) == left
 
 
 def test_a_file_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path) -> None:

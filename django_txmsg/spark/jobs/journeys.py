@@ -31,8 +31,7 @@ from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
 from ..connection import connect_plain
-from ..errors import EnvironmentFault
-from ..lake import CommitFailedError, app_name
+from ..lake import app_name
 from ..lakefile import LakeFile
 from ..lock import Taken, keeping
 from ..noted import MOST
@@ -229,7 +228,6 @@ class Journeys:
     ) -> None:
         self.log, self.run, self.keep, self.on_step = log, run, keep, on_step
         self.service = log.spec.service().service
-        self.app = app_name(NAME, self.service, NAME)
         self.named: list[LakeFile] = []
         #: Files of finished journeys, if it pays to leave some unchanged.
         self.known: dict[LakeFile, Tally] = {}
@@ -377,8 +375,8 @@ class Journeys:
 
     def catch_up(self, listening: Sequence[Listener] = ()) -> None:
         """Add the batches that were settled since the last run. `listening` are the
-        listeners of topics. Raises EnvironmentFault if another run has changed the
-        table."""
+        listeners of topics. Raises Overtaken if another run has changed the journeys
+        of this service."""
         fresh = self.fresh
         if fresh is None:
             return
@@ -403,34 +401,18 @@ class Journeys:
         results = replace(results, clock="begun_at", apart="over")
         files = results.write(NAME, KEPT, rows)
         self.on_step("written")
-        self._commit(files, old)
+        number = self.place.last(self.delta, NAME, self.service) + 1
+        self.place.commit(
+            self.delta, files, replaced=old,
+            app=(app_name(NAME, self.service, NAME), number),
+            metadata={NAME: log_entry(self.service, self.goal)},
+        )  # fmt: skip
         self.on_step("committed")
         gone = set(old)
         self.named = [one for one in self.named if one not in gone] + files
         self.through = self.goal
         del self.fresh  # asked again, there is nothing more
         self._count(files)
-
-    def _commit(self, files: Sequence[LakeFile], old: Sequence[LakeFile]) -> None:
-        number = self.place.last(self.delta, NAME, self.service) + 1
-        while True:
-            try:
-                self.place.commit(
-                    self.delta, files, replaced=old, app=(self.app, number),
-                    metadata={NAME: log_entry(self.service, self.goal)},
-                )  # fmt: skip
-                return
-            except CommitFailedError as error:
-                # Another service may have changed its part, while ours is unchanged.
-                delta = self.place.ensure()
-                own = set(self.place.named(delta, self.service))
-                last = self.place.last(delta, NAME, self.service)
-                if own != set(self.named) or last >= number:
-                    raise EnvironmentFault(
-                        f"Another run has changed the journeys of {self.service!r} "
-                        f"({error}): run again."
-                    ) from error
-                self.delta = delta
 
     def _last(self, tables: Tables, table: str) -> Mapping[str, int]:
         """Return the number of each service's last batch of a table."""

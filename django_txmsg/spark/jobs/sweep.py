@@ -14,14 +14,8 @@ import pyarrow.parquet as pq
 from pyspark.sql import types as t
 
 from ..connection import connect_plain
-from ..errors import (
-    EnvironmentFault,
-    PipelineError,
-    SpoiltFile,
-    VerificationRefused,
-    spoilt,
-)
-from ..lake import CommitFailedError, Lake, LakeTable, touched
+from ..errors import PipelineError, SpoiltFile, VerificationRefused, spoilt
+from ..lake import Lake, LakeTable, touched
 from ..lakefile import LakeFile
 from ..lock import Archiving, Taken, archiving, keeping
 from ..progress import progress_bar
@@ -128,11 +122,6 @@ def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
                 continue  # `reconcile` uses them: the next run sweeps
             except (Archiving, SpoiltFile, VerificationRefused) as error:
                 fault = fault or error
-            except CommitFailedError as error:
-                raise EnvironmentFault(
-                    f"{name} was changed by another process meanwhile ({error}). Run "
-                    "again."
-                ) from error
     bar.clear()
     run.rows = sum(one["orphans"] + one["replaced"] for one in run.counts.values())
     if fault:
