@@ -71,23 +71,26 @@ class Alerts:
     ) -> None:
         """Record a measured value. The alert fires while the value is above its bound.
         If the webhook has accepted the beginning of an alert, but not its end, and the
-        value exceeds the bound again, the alert continues under the same id. Pass
-        hold=True to keep the alert firing until the webhook has accepted its
-        beginning."""
+        value exceeds the bound again, the alert continues under the same id.
+
+        Pass hold=True for a number of events: the alert then fires until the webhook
+        has accepted its beginning. Until then, later events are added to it."""
         firing, now = value > bound, self.connection.clock()
+        held = "(old.firing AND old.told <> 'firing')" if hold else "FALSE"
+        added = f"CASE WHEN {held} THEN"
         self.connection.execute(
             f"INSERT INTO {_ALERTS} AS old (service, name, value, bound, firing, since,"
             " summary, told, checked_at) VALUES (%s, %s, %s, %s, %s, %s, %s, '', %s)"
-            " ON CONFLICT (service, name) DO UPDATE SET value = excluded.value,"
-            " bound = excluded.bound, firing = excluded.firing, summary ="
-            " excluded.summary, checked_at = excluded.checked_at, since ="
+            " ON CONFLICT (service, name) DO UPDATE SET bound = excluded.bound,"
+            f" value = {added} old.value + excluded.value ELSE excluded.value END,"
+            f" summary = {added} substr(old.summary || ' ' || excluded.summary, 1,"
+            " 1000) ELSE excluded.summary END,"
+            " firing = excluded.firing, checked_at = excluded.checked_at, since ="
             " CASE WHEN excluded.firing AND NOT old.firing AND old.told <> 'firing'"
             " THEN excluded.since ELSE old.since END"
-            " WHERE NOT (%s AND old.firing AND NOT excluded.firing"
-            " AND old.told <> 'firing')",
+            f" WHERE excluded.firing OR NOT {held}",
             self.service, name, min(value, 1e18), bound, firing,
             now if firing else None, hidden(summary)[:1000], now,
-            hold,
         )  # fmt: skip
 
     def drop(self) -> None:

@@ -424,6 +424,23 @@ def test_alerts_of_a_services_former_name_are_dropped(
     assert left == [False, True]
 
 
+def test_events_that_no_webhook_has_accepted_are_added_up(log: Log) -> None:
+    weighed(log, True, True, False, hold=True)
+    [added] = weighed(log, True, hold=True)
+    told(log)
+    [after] = weighed(log, True, hold=True)
+
+    assert (added.value, added.news) == (3, True)
+    assert added.summary == "It is 1. It is 1. It is 1."
+    assert (after.value, after.summary) == (1, "It is 1.")
+    # A long outage does not make the text longer than others are.
+    told(log)
+    weighed(log, False)
+    told(log)
+    [long] = weighed(log, *[True] * 200, hold=True)
+    assert (long.value, len(long.summary)) == (200, 1000)
+
+
 def test_alert_firing_again_before_its_end_was_delivered_is_the_same(
     log: Log,
 ) -> None:
