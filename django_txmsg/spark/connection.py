@@ -63,12 +63,12 @@ class Connection:
 
     def many(self, sql: str, lines: Iterable[Sequence[Any]]) -> None:
         """Run a statement once for each row of values. Call it inside a transaction."""
-        if self.vendor == "sqlite":
+        with self._faults_told():
+            if self.vendor == "postgresql":
+                self.raw.cursor().executemany(sql, lines)
+                return
             given = (tuple(map(_stored, line)) for line in lines)
             self.raw.executemany(sql.replace("%s", "?"), given)
-            return
-        with self.raw.cursor() as cursor:
-            cursor.executemany(sql, lines)
 
     @property
     def now(self) -> str:
@@ -87,13 +87,18 @@ class Connection:
         self.raw.close()
 
     def _run(self, sql: str, values: Any) -> Any:
-        try:
+        with self._faults_told():
             if self.vendor == "postgresql":
                 # Without values psycopg leaves % alone.
                 text = sql if values else sql.replace("%%", "%")
                 return self.raw.execute(text, values or None)
             text = sql.replace("%s", "?").replace("%%", "%")
             return self.raw.execute(text, tuple(map(_stored, values)))
+
+    @contextmanager
+    def _faults_told(self) -> Iterator[None]:
+        try:
+            yield
         except (sqlite3.Error, psycopg.Error) as error:
             raise EnvironmentFault(
                 f"The database at {self.address} failed: {str(error).strip()}"
@@ -167,9 +172,9 @@ def connect(spec: SourceSpec) -> Any:
 
 def _advice(error: Exception) -> str:
     text = str(error)
-    missing = re.search("does not exist|no such table|no such column", text)
+    missing = re.search("does not exist|no such table|(no such|has no) column", text)
     # SQLite does not name the table of a missing column.
-    if not missing or not re.search("django_txmsg_|_xid|no such column", text):
+    if not missing or not re.search("django_txmsg_|_xid|(no such|has no) column", text):
         return ""
     return (
         ' With "django_txmsg.spark" in INSTALLED_APPS, run `manage.py migrate` there.'

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.analyze import add_findings
 from django_txmsg.spark.noted import Noted, Which
 from django_txmsg.spark.report import Findings, render
 from django_txmsg.spark.runs import recorded
 from django_txmsg.spark.spec import JobSpec
+from tests.spark.conftest import everywhere
 from tests.spark.log import Log
 from tests.spark.running import outcome, run
 
@@ -101,6 +102,16 @@ def test_acknowledging_needs_findings_and_a_reason_and_is_recorded(make_log) -> 
     assert sorted(map(tuple, states)) == [
         ("findings", "clean"), ("findings", "failed"), ("findings", "failed"),
     ]  # fmt: skip
+
+
+@everywhere
+def test_findings_that_a_table_of_an_older_release_refuses_advise_to_migrate(
+    log: Log,
+) -> None:
+    log.execute("ALTER TABLE django_txmsg_finding DROP COLUMN counted")
+
+    with pytest.raises(EnvironmentFault, match=r"run `manage\.py migrate`"):
+        Noted(log.spec).keep([finding(1)], NOW)
 
 
 def test_the_report_begins_with_what_is_lost(log: Log) -> None:
