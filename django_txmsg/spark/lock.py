@@ -9,7 +9,9 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
@@ -114,11 +116,14 @@ def _alone(
 @contextmanager
 def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
     """Hold a lock while a run is in progress. `PipelineRun.interrupted` checks this
-    lock."""
+    lock. If another process carries out the same request, say so, and wait for its
+    end."""
     with closing(connect_plain(spec)) as connection:
         if spec.vendor == "postgresql":
-            key = f"django_txmsg/run/{run_id}"
-            connection.rows("SELECT pg_advisory_lock(hashtextextended(%s, 0))", key)
+            number, key = "hashtextextended(%s, 0)", f"django_txmsg/run/{run_id}"
+            if not connection.value(f"SELECT pg_try_advisory_lock({number})", key):
+                _tell_wait(connection, run_id)
+                connection.rows(f"SELECT pg_advisory_lock({number})", key)
             yield
             return
         [[path]] = connection.rows(
@@ -132,8 +137,21 @@ def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     old.unlink()
         with lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _tell_wait(connection, run_id)
+                fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 yield
             finally:
                 lock.unlink(missing_ok=True)
+
+
+def _tell_wait(connection: Connection, run_id: str) -> None:
+    sql = "SELECT started_at FROM django_txmsg_pipelinerun WHERE id = %s"
+    since = str(connection.value(sql, uuid.UUID(run_id)))[:19]
+    sys.stderr.write(
+        f"Waiting for another process, which carries out the request {run_id} since "
+        f"{since} UTC.\n"
+    )

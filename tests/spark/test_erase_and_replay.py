@@ -4,6 +4,7 @@ erased message again, and `reconcile` no finding about one."""
 from __future__ import annotations
 
 import os
+import re
 import threading
 import uuid
 from contextlib import closing
@@ -16,7 +17,7 @@ import pytest
 from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs.follow import Follower
-from django_txmsg.spark.lock import Taken, archiving, erasure, storing
+from django_txmsg.spark.lock import Taken, alive, archiving, erasure, storing
 from django_txmsg.spark.runs import next_request
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
@@ -148,6 +149,32 @@ def test_follow_runs_a_due_reconcile_after_the_end_of_an_erasure(
         finally:
             stop.set()
             rounds.join()
+
+
+@everywhere
+def test_a_replay_that_waits_for_another_of_its_request_says_so(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = request_replay(log, uuid.uuid4())
+    said: list[str] = []
+
+    def wait() -> None:
+        with alive(log.spec, request):
+            said.append("over")
+
+    def told() -> bool:
+        said.append(capsys.readouterr().err)
+        return bool(said[-1])
+
+    waiting = threading.Thread(target=wait)
+    with alive(log.spec, request):
+        waiting.start()
+        wait_until(told)
+        assert "over" not in said
+    waiting.join()
+
+    assert re.search(f"the request {request} since 20.{{17}} UTC", said[-2])
+    assert said[-1] == "over"
 
 
 def test_services_in_two_schemas_of_a_database_do_not_exclude_each_other(
