@@ -21,6 +21,7 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg.spark import lake as lake_module
+from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.errors import EnvironmentFault, VerificationRefused
 from django_txmsg.spark.jobs.archive import (
     ArchiveOptions,
@@ -33,7 +34,7 @@ from django_txmsg.spark.lakefile import DayFiles
 from django_txmsg.spark.rowhash import row_hashes
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
-from tests.faults import wait_until
+from tests.faults import Proxy, wait_until
 from tests.spark.archives import (
     LOCKS,
     OVERLAPPING,
@@ -781,6 +782,36 @@ def launch(*given, **more):
 context.launch_gateway = launch
 sys.exit(main(sys.argv[1:]))
 """
+
+
+def test_choosing_the_engine_only_counts_the_rows(
+    pg_log: Log, lake: LakeSpec, tmp_path: Path, postgres, monkeypatch
+) -> None:
+    """Apart from that, `auto` does with few rows what `local` does."""
+    monkeypatch.setenv("TXMSG_PASSWORD_SHOP", "txmsg-secret")
+    spec = tmp_path / "job.json"
+    words = ["archive", "--table", "outbox", "--older-than", "1d", "--spec", str(spec)]
+
+    def job(*more: str) -> None:
+        program = [sys.executable, "-c", NO_JVM, *words, *more]
+        subprocess.run(program, cwd=ROOT, check=True)
+
+    with Proxy(postgres.port) as proxy:
+
+        def trips(work: Callable[[], None]) -> int:
+            before = proxy.round_trips
+            work()
+            wait_until(lambda: not proxy.connections)
+            return proxy.round_trips - before
+
+        url = pg_log.spec.url.replace(f":{postgres.port}/", f":{proxy.port}/")
+        source = replace(pg_log.spec, url=url)
+        spec.write_text(JobSpec((source,), lake).to_json())
+        connecting = trips(lambda: connect_plain(source).close())
+        local, chosen = trips(lambda: job("--engine", "local")), trips(job)
+
+    # The present horizon, and the number of rows.
+    assert chosen - local == connecting + 2
 
 
 def test_no_jvm_starts_for_nothing_or_little_to_do_or_a_sweep(

@@ -400,14 +400,19 @@ def _on_spark(
     because starting a JVM would take longer than archiving them."""
     if given.engine != "auto" or given.conf or running():
         return bool(given.engine != "local")
-    rows = (waiting(source, TABLES[name], age)[0] for name, age in chosen.items())
-    return sum(rows) > FEW_ROWS
+    rows = 0
+    for name, age in chosen.items():
+        with closing(Ledger(source, TABLES[name])) as ledger:
+            rows += ledger.waiting(ledger.horizon(age))
+    return rows > FEW_ROWS
 
 
 def count_waiting(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     """Count the rows that an archive would move now."""
     for name, age in ages(spec, given).items():
-        run.counts[name], held = waiting(spec.service(), TABLES[name], age)
+        with closing(Ledger(spec.service(), TABLES[name])) as ledger:
+            horizon = ledger.horizon(age)
+            run.counts[name], held = ledger.waiting(horizon), ledger.held(horizon)
         if run.counts[name]:
             run.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
         _report_held(name, held, given.stuck_after, run)
@@ -427,16 +432,6 @@ def _report_held(name: str, held: Held, stuck_after: dt.timedelta, run: Run) -> 
     run.facts.setdefault("held", {})[name] = held.rows
     if held.seconds > stuck_after.total_seconds():
         run.findings = True
-
-
-def waiting(
-    source: SourceSpec, table: Table, older_than: dt.timedelta
-) -> tuple[int, Held]:
-    """Return two values: the number of rows that can be archived now, and a description
-    of the rows that cannot be archived until an open transaction has ended."""
-    with closing(Ledger(source, table)) as ledger:
-        horizon = ledger.horizon(older_than)
-        return ledger.waiting(horizon), ledger.held(horizon)
 
 
 def ages(spec: JobSpec, given: argparse.Namespace) -> dict[str, dt.timedelta]:
