@@ -173,7 +173,7 @@ class Bench:
         parts = tasks or tasks_on(self.spark)
         written = gather(self.spark, task, work, parts)
         spent = time.monotonic() - started
-        assert sum(one["rows"] for one in written) == self.rows
+        assert sum(rows for _, _, rows, _ in written) == self.rows
         ledger.close()
         return spent
 

@@ -8,6 +8,7 @@ with Spark Connect, too.
 from __future__ import annotations
 
 import json
+import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,8 +51,10 @@ def is_remote(spark: SparkSession) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
-def parallelism(spark: SparkSession) -> int:
-    """Return how many tasks can run at the same time."""
+def parallelism(spark: SparkSession | None) -> int:
+    """Return how many tasks can run at the same time, by default in this process."""
+    if spark is None:
+        return os.cpu_count() or 1
     if is_remote(spark):
         places = spark.range(10_000).select(spark_partition_id().alias("place"))
         return int(places.distinct().count())

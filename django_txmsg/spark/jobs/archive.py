@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from ..batchlog import agreed, is_mounted
 from ..connection import Connection, Held
 from ..engine import gather, on_one_machine, parallelism
 from ..errors import UsageError
+from ..lakefile import LakeFile
 from ..ledger import Batch, Different, Ledger
 from ..lock import archiving
 from ..progress import Step, no_step, progress_bar
@@ -34,7 +34,7 @@ from ..schemas import TABLES, Table
 from ..session import running, session
 from ..spec import JobSpec, LakeSpec, SourceSpec
 from .batch_task import BatchTask, Written, kept_columns, run_here
-from .settling import Settled, settle
+from .settling import settle
 
 #: Most connections that tasks open to a database at the same time, by default.
 MAX_TASKS = 16
@@ -61,19 +61,12 @@ class ArchiveOptions:
     accept_loss: bool = False
 
 
-def cores_of(spark: SparkSession | None) -> int:
-    """Return the number of tasks that can run at the same time."""
-    if spark is None:
-        return os.cpu_count() or 1
-    return parallelism(spark)
-
-
 def tasks_on(spark: SparkSession | None) -> int:
     """Return the default number of parallel writers. On a cluster, it is twice the
     number of cores, but at most MAX_TASKS: one writer works while another waits. On one
     machine, it is half the number of cores, because the database needs the other
     half."""
-    cores = cores_of(spark)
+    cores = parallelism(spark)
     if spark is None or on_one_machine(spark):
         return max(1, cores // 2)
     return min(MAX_TASKS, 2 * cores)
@@ -191,27 +184,31 @@ class Archiver:
         # The run that left them may still be alive, without its lock: fence it off.
         self.log.enter(last + 1, resumed_after=before)
         started = time.monotonic()
-        settled = self._settle(last)
-        self.result.resumed += settled.rows
+        rows = self._settle(last)
+        self.result.resumed += rows
         self.result.notes.append(
             f"{self.table.name}: batches {before + 1} to {last} of the lake were not "
-            f"settled here: {settled.rows:,} rows were removed here."
+            f"settled here: {rows:,} rows were removed here."
         )
-        self._advance(self.log.last, settled.rows)
+        self._advance(self.log.last, rows)
         self.result.spent("purge", started)
 
-    def _settle(self, batch: int) -> Settled:
-        """Settle the batches above the mark, up to and including `batch`."""
-        settled = settle(
+    def _settle(self, batch: int) -> int:
+        """Settle the batches above the mark, up to and including `batch`. Return the
+        number of rows that were deleted from the database."""
+        rows, left = settle(
             self.log, self.ledger, self.mark.purged_through, batch, self.on_step
         )
-        self.result.rows += settled.rows
-        self.progress.update(settled.rows)
-        if settled.different:
+        self.result.rows += rows
+        self.progress.update(rows)
+        if left:
+            listed = ", ".join(map(str, left[:20])) + (", …" if len(left) > 20 else "")
             self.result.refused.append(
-                f"{self.table.name}, batch {batch}: {settled.describe()}"
+                f"{self.table.name}, batch {batch}: {len(left)} rows differ: id "
+                f"{listed}. They stay in the database unchanged, and were removed from "
+                "the lake."
             )
-        return settled
+        return rows
 
     def _advance(self, number: int, rows: int = 0) -> None:
         self.ledger.marks.advance(
@@ -225,7 +222,7 @@ class Archiver:
         if self.options.overlap and (self.spark is None or on_one_machine(self.spark)):
             # Small waves: most rows are deleted while others are written.
             return self._writers()
-        return min(MAX_WAVE, 4 * cores_of(self.spark))
+        return min(MAX_WAVE, 4 * parallelism(self.spark))
 
     def _writers(self) -> int:
         return self.options.tasks or tasks_on(self.spark)
@@ -258,11 +255,11 @@ class Archiver:
         else:
             found = gather(self.spark, task, batches, parts)
         self.result.spent("write", started)
-        by_number = {one["batch"]: one for one in found if one["files"]}
+        by_number = {one.number: one for one in batches}
         return [
-            Written.of(one, by_number[one.number])
-            for one in batches
-            if one.number in by_number
+            Written(by_number[number], list(map(LakeFile.of, files)), rows, checksum)
+            for number, files, rows, checksum in sorted(found)
+            if files
         ]
 
     def _write_ahead(self, batches: Sequence[Batch]) -> list[Written]:
@@ -338,7 +335,7 @@ class Archiver:
             self.result.rows += one.rows
             self.progress.update(one.rows)
         else:
-            self._advance(number, self._settle(number).rows)
+            self._advance(number, self._settle(number))
         self.on_step("purged")
 
 

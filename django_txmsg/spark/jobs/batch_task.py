@@ -31,12 +31,10 @@ class Written:
     rows: int
     checksum: int
 
-    @classmethod
-    def of(cls, batch: Batch, facts: dict[str, Any]) -> Written:
-        """Return the batch that a task has written. `facts` is what the task has
-        yielded for it."""
-        files = [LakeFile.of(one) for one in facts["files"]]
-        return cls(batch, files, facts["rows"], facts["checksum"])
+
+#: What a task yields for a batch, as JSON values: its number, its files, the number of
+#: its rows, and their checksum.
+Facts = tuple[int, list[dict[str, Any]], int, int]
 
 
 @dataclass
@@ -50,15 +48,13 @@ class BatchTask:
     service: str
     prove: bool = True
 
-    def __call__(self, batches: Iterable[Batch]) -> Iterator[dict[str, Any]]:
-        """Archive batches through one connection. Yields the facts of each batch as
-        JSON values: its number, its files, the number of its rows and their
-        checksum."""
+    def __call__(self, batches: Iterable[Batch]) -> Iterator[Facts]:
+        """Archive batches through one connection. Yields the facts of each batch."""
         with self.database.connected() as read:
             for batch in batches:
                 yield self._one(read, batch)
 
-    def _one(self, read: Read, batch: Batch) -> dict[str, Any]:
+    def _one(self, read: Read, batch: Batch) -> Facts:
         columns = kept_columns(self.table, self.lake)
         place = place_of(self.lake)
         name = f"{batch.token}-{attempt_key()}"
@@ -68,17 +64,10 @@ class BatchTask:
         own = (batch.number, batch.number)
         files = [replace(one, batches=own).facts() for one in days.close()]
         checksum = days.prove(self.table) if self.prove else 0
-        return {
-            "batch": batch.number,
-            "files": files,
-            "rows": days.rows,
-            "checksum": checksum,
-        }
+        return batch.number, files, days.rows, checksum
 
 
-def run_here(
-    task: BatchTask, batches: Sequence[Batch], threads: int
-) -> list[dict[str, Any]]:
+def run_here(task: BatchTask, batches: Sequence[Batch], threads: int) -> list[Facts]:
     """Archive batches in this process, without Spark. Returns what the task yields."""
     shares = [batches[first::threads] for first in range(threads)]
     with ThreadPoolExecutor(max_workers=threads) as pool:

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import pyarrow as pa
@@ -68,30 +68,13 @@ SLICE_ROWS = 2_000
 SLICE_BYTES = 8 << 20
 
 
-@dataclass
-class Settled:
-    """The result of settling: the number of rows that were deleted from the database,
-    and the ids of rows that stay there because they differ from their copies in the
-    lake."""
-
-    rows: int = 0
-    different: list[int] = field(default_factory=list)
-
-    def describe(self) -> str:
-        """Return a text about the rows that differ from their copies in the lake."""
-        ids = sorted(self.different)
-        listed = ", ".join(map(str, ids[:20])) + (", …" if len(ids) > 20 else "")
-        return (
-            f"{len(ids)} rows differ: id {listed}. They stay in the database "
-            "unchanged, and were removed from the lake."
-        )
-
-
 def settle(
     log: BatchLog, ledger: Ledger, after: int, until: int, on_step: Step
-) -> Settled:
-    """Settle the rows of the batches after `after`, up to and including `until`."""
-    done = Settled()
+) -> tuple[int, list[int]]:
+    """Settle the rows of the batches after `after`, up to and including `until`. Return
+    the number of rows that were deleted from the database, and the ids of rows that
+    stay there because they differ from their copies in the lake."""
+    gone, left = 0, list[int]()
     amended: dict[LakeFile, set[Row]] = {}
     for file in log.place.of_batches(log.service, after, until):
         different: set[Row] = set()
@@ -99,17 +82,17 @@ def settle(
             hashes = row_hashes(rows, columns)
             began = time.monotonic()
             deleted, living = ledger.settle(rows, hashes, columns)
-            done.rows += deleted
+            gone += deleted
             different.update(living)
             if ledger.spec.vendor == "sqlite":  # let others write
                 threading.Event().wait(time.monotonic() - began)
         if different:
             amended[file] = different
-            done.different += [one[0] for one in different]
+            left += [one[0] for one in different]
     on_step("settled")
     if amended:
         _amend(log, amended, after, until, on_step)
-    return done
+    return gone, sorted(left)
 
 
 def _slices(
