@@ -20,11 +20,10 @@ from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks.pipeline_ways import peak, turns
 from django_txmsg.spark.cli import parsed
-from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.jobs.reconcile import run_reconcile
 from django_txmsg.spark.lake import Lake, app_name
 from django_txmsg.spark.lakefile import LakeFile, directory_of
-from django_txmsg.spark.ledger import Marks
+from django_txmsg.spark.ledger import Ledger
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.session import SparkProcess
@@ -178,6 +177,6 @@ def _into_lake(
     delta = place.ensure()
     app = app_name("archive", service, table.name)
     place.commit(delta, files, metadata={}, app=(app, batch))
-    connection = connect_plain(source)
-    Marks(connection, table.name).place(str(delta.metadata().id), lake.uri, batch)
-    connection.close()
+    ledger = Ledger(source, table)
+    ledger.place(str(delta.metadata().id), lake.uri, batch)
+    ledger.close()

@@ -169,7 +169,7 @@ def agreed(
     from the lake, or if a batch for another lake is in progress. The rows of such a
     batch would otherwise be archived into both lakes."""
     table, source = ledger.table, ledger.spec
-    marks = ledger.marks.read()
+    marks = ledger.marks()
     log = None
     with suppress(NoLake):
         log = BatchLog(Lake(lake), source.service, table)
@@ -178,7 +178,7 @@ def agreed(
         raise lost_batches(missing, source, table, lake.uri, log)
     for one in missing:
         gone = f"{one.lake} (lost)"[:1024]
-        ledger.marks.place(one.lake_id, gone, one.purged_through)
+        ledger.place(one.lake_id, gone, one.purged_through)
     if log is None:
         log = BatchLog(Lake(lake, create=True), source.service, table)
     known = next((one for one in marks if one.lake_id == log.identity), None)
@@ -187,7 +187,7 @@ def agreed(
         known = Mark("", lake.uri, 0, 0, 0)
     elif known is None or known in missing or known.lake != lake.uri:
         through = min(known.purged_through, log.last) if known else 0
-        known = ledger.marks.place(log.identity, lake.uri, through)
+        known = ledger.place(log.identity, lake.uri, through)
     for one in marks:
         if one.lake_id == known.lake_id or one.begun_through <= one.purged_through:
             continue
@@ -197,5 +197,5 @@ def agreed(
                 f"lake {one.lake}: finish it there before you archive into {lake.uri}. "
                 "If that lake is lost, continue with --accept-loss."
             )
-        ledger.marks.place(one.lake_id, one.lake, one.begun_through)
+        ledger.place(one.lake_id, one.lake, one.begun_through)
     return log, known

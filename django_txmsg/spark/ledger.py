@@ -96,16 +96,21 @@ def marks_in(connection: Connection) -> dict[str, list[Mark]]:
     return found
 
 
-class Marks:
-    """The marks of one table. They are read and written through the connection of the
-    table's archiver."""
+class Ledger:
+    """One table in the database of one service, with a separate connection."""
 
-    def __init__(self, connection: Connection, source: str) -> None:
-        self.connection, self.source = connection, source
+    def __init__(self, spec: SourceSpec, table: Table) -> None:
+        self.spec, self.table = spec, table
+        self.connection = connect_plain(spec)
+        self.database = open_database(spec)
 
-    def read(self) -> list[Mark]:
+    def close(self) -> None:
+        """Close the connection, which also releases the lock."""
+        self.connection.close()
+
+    def marks(self) -> list[Mark]:
         """Return the marks of all lakes into which this table has been archived."""
-        return marks_in(self.connection).get(self.source, [])
+        return marks_in(self.connection).get(self.table.name, [])
 
     def place(self, lake_id: str, lake: str, purged_through: int) -> Mark:
         """Store this mark of a lake in the database, whatever the mark was before, and
@@ -116,10 +121,10 @@ class Marks:
             " ON CONFLICT (source, lake_id) DO UPDATE SET lake = excluded.lake,"
             " purged_through = excluded.purged_through,"
             " begun_through = excluded.begun_through, changed_at = excluded.changed_at",
-            self.source, uuid.UUID(lake_id), lake, purged_through, purged_through,
+            self.table.name, uuid.UUID(lake_id), lake, purged_through, purged_through,
             self.connection.clock(),
         )  # fmt: skip
-        return next(one for one in self.read() if one.lake_id == lake_id)
+        return next(one for one in self.marks() if one.lake_id == lake_id)
 
     def begin(self, lake_id: str, number: int) -> None:
         """Record that batches up to `number` are being written into a lake. Until these
@@ -127,7 +132,7 @@ class Marks:
         self.connection.execute(
             f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
             " AND lake_id = %s AND begun_through < %s",
-            number, self.source, uuid.UUID(lake_id), number,
+            number, self.table.name, uuid.UUID(lake_id), number,
         )  # fmt: skip
 
     def advance(
@@ -147,28 +152,14 @@ class Marks:
             " begun_through > %s THEN begun_through ELSE %s END, rows = rows + %s,"
             " changed_at = %s WHERE source = %s AND lake_id = %s"
             " AND purged_through = %s",
-            after, after, after, rows, connection.clock(), self.source,
+            after, after, after, rows, connection.clock(), self.table.name,
             uuid.UUID(lake_id), before,
         )  # fmt: skip
         if changed != 1:
             raise EnvironmentFault(
-                f"Another archiver of {self.source} has gone past batch {before}: "
+                f"Another archiver of {self.table.name} has gone past batch {before}: "
                 "this one has lost its lock, and has deleted nothing more. Run again."
             )
-
-
-class Ledger:
-    """One table in the database of one service, with a separate connection."""
-
-    def __init__(self, spec: SourceSpec, table: Table) -> None:
-        self.spec, self.table = spec, table
-        self.connection = connect_plain(spec)
-        self.database = open_database(spec)
-        self.marks = Marks(self.connection, table.name)
-
-    def close(self) -> None:
-        """Close the connection, which also releases the lock."""
-        self.connection.close()
 
     def horizon(self, older_than: dt.timedelta) -> Horizon:
         """Return the present horizon for rows that must be older than `older_than`."""

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from deltalake import DeltaTable
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs.archive import ArchiveOptions
 from django_txmsg.spark.lake import Lake
-from django_txmsg.spark.ledger import Marks
+from django_txmsg.spark.ledger import Ledger
+from django_txmsg.spark.schemas import OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from tests.sampling import sample
 from tests.services import PostgreSQL
@@ -112,8 +114,9 @@ def test_marks_of_a_table_that_only_newer_code_has_are_ignored(
 ) -> None:
     log = make_log("sqlite")
     log.send_many(5)
-    with log.connected() as connection:
-        Marks(connection, "newer").place(str(uuid.uuid4()), lake.uri, 3)
+    newer = dataclasses.replace(OUTBOX, name="newer")
+    with closing(Ledger(log.spec, newer)) as ledger:
+        ledger.place(str(uuid.uuid4()), lake.uri, 3)
 
     words = ("archive", "--older-than", "1d", "--dry-run")
     would = outcome(JobSpec((log.spec,), lake), *words)

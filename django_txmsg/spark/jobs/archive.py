@@ -211,9 +211,7 @@ class Archiver:
         return rows
 
     def _advance(self, number: int, rows: int = 0) -> None:
-        self.ledger.marks.advance(
-            self.mark.lake_id, self.mark.purged_through, number, rows
-        )
+        self.ledger.advance(self.mark.lake_id, self.mark.purged_through, number, rows)
         self.mark = replace(self.mark, purged_through=number)
 
     def _wave(self) -> int:
@@ -276,8 +274,8 @@ class Archiver:
             # Another archiver may have created it: its entries must refuse ours, and
             # its mark must stay.
             self.log.unchanged()
-            self.mark = self.ledger.marks.place(self.log.identity, self.lake.uri, 0)
-        self.ledger.marks.begin(self.mark.lake_id, written[-1].batch.number)
+            self.mark = self.ledger.place(self.log.identity, self.lake.uri, 0)
+        self.ledger.begin(self.mark.lake_id, written[-1].batch.number)
         for one in written:
             self.on_step("committing")
             self.unnamed.remove(one.batch.token)
@@ -319,7 +317,7 @@ class Archiver:
         def advance(connection: Connection) -> None:
             if before is not None and not before.result():
                 raise Different
-            self.ledger.marks.advance(
+            self.ledger.advance(
                 self.mark.lake_id, through, one.batch.number, one.rows, connection
             )
             self.on_step("purging")
