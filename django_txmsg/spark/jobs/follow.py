@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any
 
 from ...webhook import KEY_VARIABLE, NoWebhook, Webhook
 from .. import alerts
@@ -25,7 +24,6 @@ from ..alerts import Alerts, Telling
 from ..batchlog import is_mounted
 from ..connection import Connection, connect_plain
 from ..errors import UsageError
-from ..lake import Lake
 from ..lock import Archiving, Taken, following, storing
 from ..noted import Noted
 from ..progress import Step, no_step
@@ -36,7 +34,7 @@ from ..spec import JobSpec, SourceSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
 from .archive import ArchiveOptions, Archiver, ArchiveResult, ages, count_waiting
 from .reconcile import stuck_after
-from .running import run_until_stopped
+from .running import recordable_options, run_until_stopped
 from .sweep import DEFAULTS, sweep_command
 
 #: Seconds between the first tries, and between the last ones.
@@ -96,7 +94,6 @@ class Follower:
         webhook: Webhook | None,
         stop: threading.Event,
         *,
-        recorded_options: Mapping[str, Any] | None = None,
         on_step: Step = no_step,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -104,7 +101,6 @@ class Follower:
         self.ages = ages(spec, given)
         self.source, self.lake = spec.service(), spec.lake_spec()
         self.stop, self.on_step, self.say = stop, on_step, say or _say
-        self.recorded_options = dict(recorded_options or {})
         self.database = Outage("The database", self.say)
         self.store = Outage("The lake", self.say)
         self.archive_lock = Outage("The lock of the archive", self.say)
@@ -138,7 +134,7 @@ class Follower:
         with (
             closing(connect_plain(self.source)) as connection,
             following(connection, self.source),
-            recorded(self.spec, "follow", self.recorded_options) as run,
+            recorded(self.spec, "follow", recordable_options(self.given)) as run,
         ):
             self.run = run
             self.follow_lock.over()
@@ -257,6 +253,7 @@ class Follower:
         if self.store.tries or not busy.tries:
             error = self.store.error or "The archive goes on."
             weigh("lake", self.store.seconds, away, error)
+        # Its archive has found the lake, or created it.
         whole = not (self.store.tries or busy.tries)
         if whole:
             name = max(found, key=lambda one: found[one].held.seconds)
@@ -278,10 +275,7 @@ class Follower:
         words: tuple[str, ...] = ()
         if self._due(connection, "reconcile", self.given.reconcile_every):
             words = ("reconcile", *self.reconcile_words())
-        elif (
-            self._due(connection, "verify", self.given.verify_every)
-            and self._archived()
-        ):
+        elif whole and self._due(connection, "verify", self.given.verify_every):
             words = ("verify",)
         elif request := next_request(connection, self.source):
             words = ("replay", "--request", request)
@@ -323,16 +317,6 @@ class Follower:
         known = Alerts(connection, self.source.service).read()
         failures = sum(one.value for one in known if one.name == "reconcile")
         weigh("reconcile", failures + 1, 1, error)
-
-    def _archived(self) -> bool:
-        """Return whether a lake exists and can be read now."""
-        if self.store.tries:
-            return False
-        try:
-            Lake(self.lake)
-        except Exception:  # there is none yet, or it has just gone
-            return False
-        return True
 
     def _verified(self, connection: Connection, weigh: Callable[..., None]) -> None:
         """Record the result of the last `verify` as a measured value. An operator may
@@ -411,7 +395,7 @@ def follow_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     for name in (given.webhook_env, KEY_VARIABLE):
         os.environ.pop(name, None)
     stop = threading.Event()
-    follower = Follower(spec, given, webhook, stop, recorded_options=run.options)
+    follower = Follower(spec, given, webhook, stop)
     run_until_stopped(follower.work, stop, follower.beside.stop)
     if last := follower.run:
         run.id, run.rows, run.counts = last.id, last.rows, last.counts

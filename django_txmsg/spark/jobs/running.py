@@ -57,10 +57,10 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Run:
         _insist_on_the_request(given)
     record: AbstractContextManager[Run]
     if _leaves_no_record(given):
-        record = nullcontext(Run(given.job, _recordable(given), id=""))
+        record = nullcontext(Run(given.job, recordable_options(given), id=""))
     else:
         request = None if given.dry_run else getattr(given, "request", None)
-        record = recorded(spec, given.job, _recordable(given), request)
+        record = recorded(spec, given.job, recordable_options(given), request)
     module = import_module(f".{_MODULES.get(given.job, given.job)}", __package__)
     command: Job = getattr(module, f"{given.job}_command")
     with record as run:
@@ -100,7 +100,7 @@ def _leaves_no_record(given: argparse.Namespace) -> bool:
     return given.job in ("show", "views", "follow")
 
 
-def _recordable(given: argparse.Namespace) -> dict[str, Any]:
+def recordable_options(given: argparse.Namespace) -> dict[str, Any]:
     """Return the options as they may be stored in a run record."""
     options = {
         name: hidden(str(value))
