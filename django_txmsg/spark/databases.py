@@ -128,17 +128,12 @@ class Database:
         return f"'{uuid.UUID(value)}'::uuid"
 
 
-def schema_of(columns: Sequence[Column]) -> pa.Schema:
-    """Return the Arrow schema of `columns`."""
-    return pa.schema([one.arrow for one in columns])
-
-
 def _read_rows(
     cursor: Any, table: Table, columns: Sequence[Column], where: str
 ) -> Iterator[pa.RecordBatch]:
     """Yield batches that all have the declared schema. Spark checks only the schema of
     the first batch."""
-    schema = schema_of(columns)
+    schema = pa.schema([one.arrow for one in columns])
     selected = ", ".join(one.selected for one in columns)
     cursor.execute(f"SELECT {selected} FROM {table.relation} t WHERE {where or 'TRUE'}")
     for batch in cursor.fetch_record_batch():
@@ -207,7 +202,7 @@ def read_rows(
     connection: sqlite3.Connection, table: Table, columns: Sequence[Column], where: str
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows that the SQL condition `where` selects."""
-    schema = schema_of(columns)
+    schema = pa.schema([one.arrow for one in columns])
     selected = ", ".join(
         # SQLite has no transaction ids, and no columns for them.
         "NULL" if one.kind == "xid" else one.sql

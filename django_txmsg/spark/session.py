@@ -254,7 +254,9 @@ class SparkProcess:
         if facts is None:
             error = self._error or "it had not ended after a day, and was killed"
             if code is not None:
-                error = f"it ended with exit code {code}: {self._last_words()}"
+                assert self._errors is not None
+                last = self._errors.read()[-LONGEST_ERROR:].decode(errors="replace")
+                error = f"it ended with exit code {code}: {last.strip()}"
             facts = {"job": job, "error": error}
         self.job, failed, was_new = "", "error" in facts, self._runs <= 1
         if failed or self._runs >= RUNS:
@@ -276,11 +278,6 @@ class SparkProcess:
                 facts: dict[str, Any] = json.loads(line)
                 return facts
         return None
-
-    def _last_words(self) -> str:
-        assert self._errors is not None
-        text = self._errors.read()[-LONGEST_ERROR:]
-        return text.decode(errors="replace").strip()
 
     def stop(self) -> None:
         """End the process. This is safe during a run: the next run repeats its work."""

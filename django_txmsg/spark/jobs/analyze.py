@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -58,25 +59,25 @@ def run_analyze(
         sent, received, letters = (one.persist() for one in (sent, received, letters))
         waiting = backlog(outbox, since, until).persist()
         latencies = stage_latencies(from_due(received, outbox)).persist()
-        grouped = groups(letters)
+        frames = {
+            "latency": (LATENCY, latencies),
+            "dead_letter_groups": (GROUPS, groups(letters)),
+            "throughput": (THROUGHPUT, throughput(sent, received)),
+            "backlog": (BACKLOG, waiting),
+            "redeliveries": (REDELIVERIES, redeliveries(received)),
+            "senders": (SENDERS, senders(sent)),
+        }
         found = Findings(
             services=[one.service for one in spec.services],
             since=since.astimezone(dt.timezone.utc),
             until=until.astimezone(dt.timezone.utc),
         )
-        _fill(found, sent, received, waiting, latencies, grouped)
+        _fill(found, {name: frame for name, (_, frame) in frames.items()})
         add_findings(found, Noted(spec.service()))
         found.usage = usage(log, since)
         if keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
-            for name, struct, frame in (
-                ("latency", LATENCY, latencies),
-                ("dead_letter_groups", GROUPS, grouped),
-                ("throughput", THROUGHPUT, throughput(sent, received)),
-                ("backlog", BACKLOG, waiting),
-                ("redeliveries", REDELIVERIES, redeliveries(received)),
-                ("senders", SENDERS, senders(sent)),
-            ):
+            for name, (struct, frame) in frames.items():
                 results.save(name, struct, frame)
         for one in (sent, received, letters, latencies, waiting):
             one.unpersist()
@@ -95,20 +96,14 @@ def add_findings(found: Findings, noted: Noted) -> None:
     found.unseen = len(unseen)
 
 
-def _fill(
-    found: Findings,
-    sent: DataFrame,
-    received: DataFrame,
-    backlogs: DataFrame,
-    latencies: DataFrame,
-    grouped: DataFrame,
-) -> None:
-    """Collect the data of the report: one row for each hour, and one row for each
-    stage."""
+def _fill(found: Findings, frames: Mapping[str, DataFrame]) -> None:
+    """Collect the data of the report from its tables: one row for each hour, and one
+    row for each stage."""
+    latencies, grouped = frames["latency"], frames["dead_letter_groups"]
     critical = latencies.where("measure = 'critical'")
     by_hour = (
-        throughput(sent, received)
-        .join(backlogs, "hour", "full")
+        frames["throughput"]
+        .join(frames["backlog"], "hour", "full")
         .join(percentiles(critical, "hour"), "hour", "full")
     )
     # Unlike collect(), Arrow returns instants with their time zone.
@@ -131,7 +126,7 @@ def _fill(
     found.backlog = levels[1:]
     stage = ["receiver", "stage"]
     handled = percentiles(latencies.where("measure = 'processing'"), *stage)
-    again = redeliveries(received).withColumnRenamed("messages", "received")
+    again = frames["redeliveries"].withColumnRenamed("messages", "received")
     stages = (
         percentiles(critical, *stage)
         .join(handled.select(*stage, handled.p95.alias("handler_p95")), stage, "left")
@@ -142,7 +137,7 @@ def _fill(
     [(received_in_all, redelivered)] = again.agg(
         *[sf.coalesce(sf.sum(one), sf.lit(0)) for one in ("received", "redelivered")]
     ).collect()
-    found.senders = _first(senders(sent).orderBy(sf.desc("messages")))
+    found.senders = _first(frames["senders"].orderBy(sf.desc("messages")))
     found.groups = _first(grouped.orderBy(sf.desc("letters")))
     overall = percentiles(critical).collect()
     found.totals = {

@@ -46,7 +46,6 @@ _Sums = list[tuple[int, int, int]]
 class Verified:
     """The result for one table: what was read, and the problems."""
 
-    files: int = 0
     rows: int = 0
     batches: int = 0
     #: Batches that have changed since, or whose entry the log no longer has.
@@ -193,14 +192,14 @@ def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
             if delta is None:
                 continue
             named = place.named(delta, service)
-            done = Verified(files=len(named))
+            done = Verified()
             intact = read_back(spark, lake.spec, table, named, delta, done)
             _look_for_doubles(log, place, delta, intact, done)
             run.rows += done.rows
             run.counts[name] = done.rows
             problems += done.problems
             if not done.problems:
-                line = f"{name}: {done.files:,} files and {done.batches:,} batches are"
+                line = f"{name}: {len(named):,} files and {done.batches:,} batches are"
                 line += " as the log says"
                 if done.unproven:
                     line += f", {done.unproven:,} batches have no sum to compare with"
