@@ -18,7 +18,6 @@ from ..rules import inbox, outbox
 from ..webhook import Webhook, alert_message
 from .connection import Connection, read_instant
 from .databases import open_database
-from .noted import REAL
 from .spec import SourceSpec, hidden
 
 _ALERTS = "django_txmsg_pipelinealert"
@@ -199,28 +198,6 @@ def dead_letters(
     since = open_database(source).instant(connection.clock() - window, upper=False)
     sql = f"SELECT count(*) FROM django_txmsg_deadletter WHERE created_at >= {since}"
     return int(connection.value(sql))
-
-
-@dataclass(frozen=True)
-class LastRun:
-    """The stored record of a run."""
-
-    state: str
-    error: str
-    started_at: dt.datetime
-
-
-def last_run(connection: Connection, source: SourceSpec, job: str) -> LastRun | None:
-    """Return the last run of a job that was no dry run, or None if there is none. A
-    clock that was ahead may have left runs in the future, which do not count."""
-    rows = connection.rows(
-        "SELECT state, error, started_at FROM django_txmsg_pipelinerun WHERE job = %s"
-        f" AND service = %s AND {REAL} AND started_at <= %s"
-        " ORDER BY started_at DESC LIMIT 1",
-        job, source.service, connection.clock(),
-    )  # fmt: skip
-    found = (LastRun(state, error, read_instant(at)) for state, error, at in rows)
-    return next(found, None)
 
 
 def count_lost(

@@ -15,17 +15,18 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .connection import connect_plain, read_instant, read_json
+from .connection import Connection, connect_plain, read_instant, read_json
 from .errors import UsageError
 from .spec import SourceSpec
 
 _TABLE = "django_txmsg_finding"
-#: A condition for runs that were no dry runs.
-REAL = "CAST(options AS text) NOT LIKE '%%\"dry_run\":%%'"
-_ENDED = (
-    "FROM django_txmsg_pipelinerun WHERE job = 'reconcile' AND service = %s AND state"
-    f" IN ('clean', 'findings') AND {REAL} ORDER BY finished_at"
+#: The runs of a job that were no dry runs.
+_RUNS = (
+    "FROM django_txmsg_pipelinerun WHERE job = %s AND service = %s"
+    " AND CAST(options AS text) NOT LIKE '%%\"dry_run\":%%' AND "
 )
+#: Those that have stored their findings, in the order of their ends.
+_ENDED = "state IN ('clean', 'findings') ORDER BY finished_at"
 #: Most unacknowledged findings: a run without one of the consuming services in its
 #: specification finds all of that one's messages lost.
 MOST = 10_000
@@ -48,12 +49,33 @@ class Which:
 
 
 @dataclass(frozen=True)
-class Reconciled:
-    """A finished run of `reconcile`."""
+class LastRun:
+    """The stored record of a run. It has no `finished_at` while it is in progress."""
 
+    state: str
+    error: str
     started_at: dt.datetime
-    finished_at: dt.datetime
+    finished_at: Any
     counts: dict[str, int]
+
+
+def last_run(
+    connection: Connection, source: SourceSpec, job: str, *, ended: bool = False
+) -> LastRun | None:
+    """Return the last run of a job that was no dry run, or None if there is none. A
+    clock that was ahead may have left runs in the future, which do not count. With
+    `ended`, return the run that was the last to end and has stored its findings."""
+    begun = "started_at <= %s ORDER BY started_at"
+    values = () if ended else (connection.clock(),)
+    rows = connection.rows(
+        "SELECT state, error, started_at, finished_at, counts"
+        f" {_RUNS}{_ENDED if ended else begun} DESC LIMIT 1",
+        job, source.service, *values,
+    )  # fmt: skip
+    for state, error, began, over, counts in rows:
+        times = read_instant(began), read_instant(over)
+        return LastRun(state, error, *times, read_json(counts))
+    return None
 
 
 class Noted:
@@ -154,18 +176,10 @@ class Noted:
         """Remove the acknowledgements of findings. Returns their number."""
         return self._set(replace(which, acknowledged=True), None, "", "")
 
-    def last_run(self) -> Reconciled | None:
+    def last_run(self) -> LastRun | None:
         """Return the last finished `reconcile` that has stored its findings."""
         with closing(connect_plain(self.source)) as connection:
-            rows = connection.rows(
-                f"SELECT started_at, finished_at, counts {_ENDED} DESC LIMIT 1",
-                self.source.service,
-            )
-        found = (
-            Reconciled(read_instant(start), read_instant(end), read_json(counts))
-            for start, end, counts in rows
-        )
-        return next(found, None)
+            return last_run(connection, self.source, "reconcile", ended=True)
 
     def judged_until(self, services: Collection[str]) -> dt.datetime | None:
         """Return the instant up to which runs of `reconcile` have judged all messages
@@ -174,7 +188,8 @@ class Noted:
         that earlier runs had reached. The first run in the records, and the first one
         with a service, are assumed to have left out none."""
         with closing(connect_plain(self.source)) as connection:
-            rows = connection.rows(f"SELECT options {_ENDED}", self.source.service)
+            sql = f"SELECT options {_RUNS}{_ENDED}"
+            rows = connection.rows(sql, "reconcile", self.source.service)
         runs = [ran for (text,) in rows if "judged_until" in (ran := read_json(text))]
         recorded = {one for ran in runs for one in ran["services"]}
         # No run has judged a service that was added since.

@@ -25,7 +25,7 @@ from ..batchlog import is_mounted
 from ..connection import Connection, connect_plain
 from ..errors import UsageError
 from ..lock import Archiving, Taken, following, storing
-from ..noted import Noted
+from ..noted import Noted, last_run
 from ..progress import Step, no_step
 from ..runs import Run, next_request, progressed, recorded
 from ..schemas import TABLES
@@ -234,7 +234,7 @@ class Follower:
     def _due(self, connection: Connection, job: str, every: dt.timedelta) -> bool:
         if not every or self.stop.is_set():
             return False
-        last = alerts.last_run(connection, self.source, job)
+        last = last_run(connection, self.source, job)
         return last is None or connection.clock() - last.started_at >= every
 
     def _weigh(
@@ -321,7 +321,7 @@ class Follower:
     def _verified(self, connection: Connection, weigh: Callable[..., None]) -> None:
         """Record the result of the last `verify` as a measured value. An operator may
         have started that run."""
-        last = alerts.last_run(connection, self.source, "verify")
+        last = last_run(connection, self.source, "verify")
         if last is None:
             return
         if last.state == "running":
