@@ -9,7 +9,6 @@ import datetime as dt
 import getpass
 import json
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -25,11 +24,11 @@ from django.db import Error as AnyDatabaseError
 from django.db import OperationalError, connections, router, transaction
 from django.db.models import Model, QuerySet
 
-from ..envelope.stage_options import UNITS
 from ..errors import TxmsgError
 from ..models import AuditEntry, BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
 from ..monitoring.databases import of_stage
+from ..monitoring.lengths import read_age as read_age
 from ..monitoring.pausing import is_known
 from ..runtime import database_health
 from ..stages import all_stages
@@ -259,26 +258,6 @@ def positive(text: str) -> int:
     if whole_number(text) < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return int(text)
-
-
-#: Days of the longest age. A database cannot store every earlier instant.
-LONGEST = 36_500
-
-
-def read_age(text: str) -> dt.timedelta:
-    """Return the value of an option, an age like 30m, 12h or 7d. Refuse any other form,
-    and an age of more than a hundred years."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not an age: write one like 30m, 12h or 7d"
-        )
-    days = float(match[1]) * (UNITS | {"w": 7 * UNITS["d"]})[match[2]] / UNITS["d"]
-    if days > LONGEST:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is too long: at most {LONGEST}d are possible"
-        )
-    return dt.timedelta(days=days)
 
 
 def read_option(

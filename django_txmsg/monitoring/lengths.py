@@ -1,13 +1,18 @@
-"""Durations and sizes as text, the same on every page and on the terminal.
+"""Durations and sizes as text, the same on every page and on the terminal. Also reads
+the durations that operators write.
 
 Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
+import re
 
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+#: Days of the longest duration. A database cannot store every earlier instant.
+LONGEST = 36_500
 
 
 def duration(seconds: float | dt.timedelta | None) -> str:
@@ -45,3 +50,20 @@ def amount(size: int) -> str:
         if size < 1000 ** (power + 1) or unit == "TB":
             break
     return f"{size / 1000**power:.1f} {unit}"
+
+
+def read_age(text: str) -> dt.timedelta:
+    """Return the value of an option, a duration like 45s, 30m, 12h, 7d or 2w. Refuse
+    any other form, and a duration of more than a hundred years."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a duration: write one like 30m, 12h or 7d"
+        )
+    units = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+    days = float(match[1]) * units[match[2]] / units["d"]
+    if days > LONGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is too long: at most {LONGEST}d are possible"
+        )
+    return dt.timedelta(days=days)

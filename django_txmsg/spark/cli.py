@@ -22,6 +22,7 @@ from itertools import chain
 from typing import Any
 
 from ..lazy_imports import needs
+from ..monitoring.lengths import read_age as duration
 from ..rules import dead_letters
 from ..rules.outbox import NEW
 from ..webhook import VARIABLE as WEBHOOK_URL
@@ -42,23 +43,8 @@ _EXTRA = frozenset(
         "pandas", "psycopg", "psycopg_pool", "py4j", "pyarrow", "pyspark", "tqdm",
     ]
 )  # fmt: skip
-#: The longest duration of an option: every time that a job computes from it exists.
-LONGEST = dt.timedelta(days=36_525)
 #: The largest number of an option: a JVM's largest integer.
 MOST = 2**31 - 1
-
-
-def duration(text: str) -> dt.timedelta:
-    """Parse a duration such as 30d, 12h, 15m or 45s."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([dhms])", text.strip())
-    if not found:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a duration: write 30d, 12h, 15m or 45s"
-        )
-    seconds = float(found[1]) * {"d": 86_400, "h": 3_600, "m": 60, "s": 1}[found[2]]
-    if seconds > LONGEST.total_seconds():
-        raise argparse.ArgumentTypeError(f"{text!r} is longer than a hundred years")
-    return dt.timedelta(seconds=seconds)
 
 
 def positive(text: str) -> int:
@@ -98,7 +84,7 @@ def pause(text: str) -> dt.timedelta:
 def instant(text: str) -> dt.datetime:
     """Parse an instant: either ISO 8601, in UTC by default, or a duration before
     now."""
-    if re.fullmatch(r"\d+(?:\.\d+)?[dhms]", text.strip()):
+    if re.fullmatch(r"\d+(?:\.\d+)?[smhdw]", text.strip()):
         return dt.datetime.now(dt.timezone.utc) - duration(text)
     try:
         # Before Python 3.11, Z is an error.

@@ -140,9 +140,9 @@ def test_the_help_of_a_verb_says_what_the_verb_does() -> None:
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("txmsg reschedule {id} --delay nan", "'nan' is not an age"),
-        ("txmsg reschedule {id} --delay 1e99", "'1e99' is not an age"),
-        ("txmsg reschedule {id} --delay=-5s", "'-5s' is not an age"),
+        ("txmsg reschedule {id} --delay nan", "'nan' is not a duration"),
+        ("txmsg reschedule {id} --delay 1e99", "'1e99' is not a duration"),
+        ("txmsg reschedule {id} --delay=-5s", "'-5s' is not a duration"),
         ("txmsg reschedule {id} --at tomorrow", "'tomorrow' is not an instant"),
         ("txmsg reschedule {id} --at 2026-11-22", "is not an instant with a time zone"),
         ("txmsg audit --deed nope", "'redeliver'"),
