@@ -10,6 +10,15 @@ from .dead_letters import is_open
 NEW = "new/"
 
 
+def wrong_run(name: str) -> str:
+    """Return what is wrong with the name of a replay, a send or a write, or "" if it is
+    valid. The relay would take a message that is stored again for a new one if the name
+    began with NEW."""
+    if not 0 < len(name) <= 64:
+        return "a name has 1 to 64 characters"
+    return f"a name does not begin with {NEW}" if name.startswith(NEW) else ""
+
+
 def is_again(replay_id: str) -> bool:
     """Return whether a message is stored again under its own id."""
     return bool(replay_id) and not replay_id.startswith(NEW)

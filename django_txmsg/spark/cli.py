@@ -24,7 +24,7 @@ from typing import Any
 from ..lazy_imports import needs
 from ..monitoring.lengths import read_age as duration
 from ..rules import dead_letters
-from ..rules.outbox import NEW
+from ..rules.outbox import wrong_run
 from ..webhook import VARIABLE as WEBHOOK_URL
 from .errors import EnvironmentFault, PipelineError, UsageError
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden, password_variable
@@ -58,11 +58,8 @@ def positive(text: str) -> int:
 
 def run_name(text: str) -> str:
     """Return the name of a replay or a send."""
-    if not 0 < len(text) <= 64:
-        raise argparse.ArgumentTypeError("a name has 1 to 64 characters")
-    # The relay would take a message that is stored again for one with a new id.
-    if text.startswith(NEW):
-        raise argparse.ArgumentTypeError(f"a name does not begin with {NEW}")
+    if wrong := wrong_run(text):
+        raise argparse.ArgumentTypeError(wrong)
     return text
 
 

@@ -33,7 +33,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from ... import wire
-from ...rules.outbox import NEW
+from ...rules.outbox import wrong_run
 from ..engine import attempt_key, insist_on, installed
 from ..errors import UsageError
 from ..schemas import STAGED, TABLES, Table, arrow_schema
@@ -141,14 +141,11 @@ class OutboxWriter(DataSourceArrowWriter):
 
     def __init__(self, spec: SourceSpec, options: Mapping[str, str]) -> None:
         run = options.get("run", "")
-        if not 0 < len(run) <= 64:
+        if wrong := wrong_run(run):
             raise UsageError(
-                'Writing messages needs the option "run", a name of at most 64 '
-                "characters: the same name again stores nothing twice."
+                'Writing messages needs the option "run", a name: the same name again '
+                f"stores nothing twice. {run!r} is none: {wrong}."
             )
-        # The relay would take a message that is stored again for one with a new id.
-        if run.startswith(NEW):
-            raise UsageError(f'The option "run", {run!r}, must not begin with {NEW}.')
         self.staging = Staging(spec.resolved(), run)
         self.rate = float(options.get("rate", 0))
 
