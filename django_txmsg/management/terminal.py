@@ -28,7 +28,9 @@ from ..errors import TxmsgError
 from ..models import AuditEntry, BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
 from ..monitoring.databases import of_stage
+from ..monitoring.lengths import positive as positive
 from ..monitoring.lengths import read_age as read_age
+from ..monitoring.lengths import whole_number as whole_number
 from ..monitoring.pausing import is_known
 from ..runtime import database_health
 from ..stages import all_stages
@@ -242,22 +244,6 @@ def not_blank(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("is blank. Is a variable of your shell unset?")
     return text
-
-
-def whole_number(text: str) -> int:
-    """Return the value of an option. Refuse anything but a whole number of at least
-    0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-def positive(text: str) -> int:
-    """Return the value of an option. Refuse anything but a whole number of at least
-    1."""
-    if whole_number(text) < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return int(text)
 
 
 def read_option(

@@ -1,5 +1,5 @@
 """Durations and sizes as text, the same on every page and on the terminal. Also reads
-the durations that operators write.
+the durations and numbers that operators give as options.
 
 Pure: no Django, no I/O.
 """
@@ -13,6 +13,8 @@ import re
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 #: Days of the longest duration. A database cannot store every earlier instant.
 LONGEST = 36_500
+#: The largest number of an option: an integer of a JVM and of a database.
+MOST = 2**31 - 1
 
 
 def duration(seconds: float | dt.timedelta | None) -> str:
@@ -50,6 +52,22 @@ def amount(size: int) -> str:
         if size < 1000 ** (power + 1) or unit == "TB":
             break
     return f"{size / 1000**power:.1f} {unit}"
+
+
+def whole_number(text: str) -> int:
+    """Return the value of an option. Refuse anything but a whole number of at least
+    0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Return the value of an option. Refuse anything but a whole number from 1 to
+    MOST."""
+    if not 1 <= whole_number(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, up to {MOST:,}")
+    return int(text)
 
 
 def read_age(text: str) -> dt.timedelta:

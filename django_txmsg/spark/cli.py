@@ -22,6 +22,7 @@ from itertools import chain
 from typing import Any
 
 from ..lazy_imports import needs
+from ..monitoring.lengths import positive
 from ..monitoring.lengths import read_age as duration
 from ..rules import dead_letters
 from ..rules.outbox import wrong_run
@@ -43,17 +44,6 @@ _EXTRA = frozenset(
         "pandas", "psycopg", "psycopg_pool", "py4j", "pyarrow", "pyspark", "tqdm",
     ]
 )  # fmt: skip
-#: The largest number of an option: a JVM's largest integer.
-MOST = 2**31 - 1
-
-
-def positive(text: str) -> int:
-    """Parse a whole number that is at least 1."""
-    if not text.strip().isdecimal() or not 0 < int(text) <= MOST:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number between 1 and {MOST:,}"
-        )
-    return int(text)
 
 
 def run_name(text: str) -> str:

@@ -26,6 +26,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
+from ... import wire
 from ..databases import Database, open_database
 from ..errors import UsageError
 from ..lake import Lake, LakeTable
@@ -189,10 +190,7 @@ def _literal(
     if column.kind == "instant" and isinstance(value, dt.datetime):
         return database.instant(value, upper=upper)
     if column.kind == "uuid" and isinstance(value, str):
-        try:
-            return database.uuid(value)
-        except ValueError:
-            return None
+        return database.uuid(value) if wire.uuid_or_none(value) else None
     if column.kind == "text" and isinstance(value, str) and "\x00" not in value:
         return "'" + value.replace("'", "''") + "'"
     return None
