@@ -89,7 +89,7 @@ def look(*aliases: str) -> dict[str, Any]:
         words.append("degraded")
     if found.unreadable:
         words.append("stuck")
-    kinds = Counter(one.kind for one in found.attendance.living)
+    kinds = Counter(one.kind for one in found.attendance.own)
     answer: dict[str, Any] = {
         "status": max(words, key=STATES.index),
         "oldest": {kind: _seconds(age) for kind, age in oldest.items()},

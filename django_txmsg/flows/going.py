@@ -46,7 +46,8 @@ log = logging.getLogger("django_txmsg.flows")
 MAX_HOPS = 200
 #: Characters of a flow's baggage, at most, names included.
 MAX_BAGGAGE = 4096
-#: The reason that `otherwise` gets if a flow was cancelled.
+#: The reason that `otherwise` gets if a flow, or a request in the outbox, was
+#: cancelled.
 CANCELLED = "cancelled"
 #: What the history shows in place of a step when the run returns to an earlier one.
 BACK = "go back"

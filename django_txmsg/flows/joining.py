@@ -178,7 +178,7 @@ def _let_leave(batch: Batch, branch: re.Match[str]) -> None:
             return
         # Before its `Dead` arrives, only its row says so. Later, the row may be pruned.
         cancelled = stored.filter(message_id=held.request_id)
-        if not (held.failed or cancelled.exists()):
+        if held.answered_at is None and not cancelled.exists():
             return
 
 

@@ -97,7 +97,7 @@ def test_with_all_workers_running_status_is_ok(
     assert f"{series} 1.0" in metrics
 
 
-def test_metrics_count_no_workers_of_other_services(viewer: Client) -> None:
+def test_metrics_and_health_count_no_workers_of_other_services(viewer: Client) -> None:
     factories.WorkerFactory(kind="relay", service="billing", stages=[])
     factories.WorkerFactory(service="tests")
 
@@ -106,6 +106,7 @@ def test_metrics_count_no_workers_of_other_services(viewer: Client) -> None:
     assert 'txmsg_workers{kind="relay",service="tests"} 0.0' in metrics
     assert 'txmsg_workers{kind="consumer",service="tests"} 1.0' in metrics
     assert "billing" not in metrics
+    assert viewer.get(HEALTH).json()["workers"] == {"relay": 0, "consumer": 1}
 
 
 def test_silent_worker_does_not_count_as_live(

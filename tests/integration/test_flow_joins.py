@@ -354,6 +354,35 @@ def test_pruned_requests_that_were_held_back_give_their_places_to_the_next() -> 
     assert amounts(run) == [0, 10, -2, -2, 40, -2, 60]
 
 
+@shelved
+class Reading(Flow[Tour, int], name="tour.reading", within=HOUR):
+    @step
+    def start(self, tour: Tour) -> Next[int]:
+        asked = [self.branch(price, Price(number)) for number in range(tour.stops)]
+        return self.gather(asked, then=self.ready, at_once=tour.at_once)
+
+    @step
+    def ready(self, answers: Answers[Priced | Dead]) -> Next[int]:
+        return len(answers)
+
+
+def test_step_that_reads_dead_gives_the_place_of_a_pruned_request_to_the_next() -> None:
+    with at_hand(Reading):
+        with transaction.atomic():
+            run = start(Reading, Tour(4, at_once=1))
+        drain("tour.reading")
+        assert cancel_message(request_of(1))
+        drain("tour.reading.steps")
+        OutboxMessage.objects.filter(cancelled_at__isnull=False).update(
+            dead_at=ago(days=8), created_at=ago(days=8)
+        )
+        call_command("prune_messages")
+        assert not OutboxMessage.objects.filter(cancelled_at__isnull=False).exists()
+        drain()
+    run.refresh_from_db()
+    assert (run.outcome, json.loads(run.answer)) == ("answered", 4)
+
+
 def test_cancelled_request_that_is_due_gives_its_place_to_the_next() -> None:
     run = tour(5, at_once=2)
     assert cancel_message(request_of(0))
