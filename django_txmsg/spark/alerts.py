@@ -76,14 +76,13 @@ class Alerts:
         has accepted its beginning. Until then, later events are added to it."""
         firing, now = value > bound, self.connection.clock()
         held = "(old.firing AND old.told <> 'firing')" if hold else "FALSE"
-        added = f"CASE WHEN {held} THEN"
         self.connection.execute(
             f"INSERT INTO {_ALERTS} AS old (service, name, value, bound, firing, since,"
             " summary, told, checked_at) VALUES (%s, %s, %s, %s, %s, %s, %s, '', %s)"
             " ON CONFLICT (service, name) DO UPDATE SET bound = excluded.bound,"
-            f" value = {added} old.value + excluded.value ELSE excluded.value END,"
-            f" summary = {added} substr(old.summary || ' ' || excluded.summary, 1,"
-            " 1000) ELSE excluded.summary END,"
+            f" value = excluded.value + CASE WHEN {held} THEN old.value ELSE 0 END,"
+            f" summary = substr(CASE WHEN {held} THEN old.summary || ' ' ELSE '' END"
+            " || excluded.summary, 1, 1000),"
             " firing = excluded.firing, checked_at = excluded.checked_at, since ="
             " CASE WHEN excluded.firing AND NOT old.firing AND old.told <> 'firing'"
             " THEN excluded.since ELSE old.since END"

@@ -12,7 +12,7 @@ mounted, or the lake was restored from an older backup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 from deltalake import DeltaTable
@@ -154,7 +154,7 @@ def marks_of(source: SourceSpec) -> list[tuple[Table, list[Mark]]]:
     only newer code knows are left out. Returns [] if the marks cannot be read."""
     # The database is away, which the job will report, or the role may read only the
     # log.
-    with suppress(EnvironmentFault), closing(connect_plain(source)) as connection:
+    with suppress(EnvironmentFault), connect_plain(source) as connection:
         found = marks_in(connection).items()
         return [(TABLES[name], marks) for name, marks in found if name in TABLES]
     return []

@@ -22,11 +22,17 @@ from .spec import SourceSpec
 
 
 class Connection:
-    """A connection in autocommit mode. `raw` is the connection of the database
-    driver."""
+    """A connection in autocommit mode. `raw` is the connection of the database driver.
+    As a context manager, it is closed at the end of the block."""
 
     def __init__(self, raw: Any, vendor: str, address: str) -> None:
         self.raw, self.vendor, self.address = raw, vendor, address
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def rows(self, sql: str, *values: Any) -> list[Any]:
         """Run a statement and return all of its rows."""

@@ -106,7 +106,7 @@ class Database:
                 " * current_setting('block_size')::int"
                 f" / greatest(1, pg_relation_size('{table.relation}')))))"
             )
-        with closing(connect_plain(self.spec)) as connection:
+        with connect_plain(self.spec) as connection:
             return [one for (one,) in connection.rows(sql)]
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
@@ -212,11 +212,8 @@ def read_rows(
     found = _decoded(connection, selected, chosen)
     heavy = [place for place, one in enumerate(columns) if one.kind == "bytes"]
     for rows in _in_batches(found, heavy):
-        arrays = [
-            _array(column, values)
-            for column, values in zip(columns, zip(*rows, strict=True), strict=True)
-        ]
-        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+        arrays = map(_array, columns, zip(*rows, strict=True))
+        yield pa.RecordBatch.from_arrays(list(arrays), schema=schema)
 
 
 def _decoded(

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -49,7 +50,8 @@ class LakeTable:
         self.place, self.name, self.struct = place, name, struct
         self.files = place.files
         self.root = f"{place.root}/{name}"
-        self.uri = place.delta(name)
+        #: For the Delta library.
+        self.uri = Path(self.root).as_uri() if place.local else f"{place.uri}/{name}"
         self.options = dict(place.spec.storage_options) or None
 
     def load(self) -> DeltaTable | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -222,7 +222,7 @@ class Ledger:
         several purges may run at the same time, each with its own connection."""
         with (
             suppress(Different),
-            closing(connect_plain(self.spec)) as connection,
+            connect_plain(self.spec) as connection,
             connection.transaction(),
         ):
             rows, checksum = connection.rows(

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from .connection import Connection, connect_plain
@@ -118,7 +118,7 @@ def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
     """Hold a lock while a run is in progress. `PipelineRun.interrupted` checks this
     lock. If another process carries out the same request, say so, and wait for its
     end."""
-    with closing(connect_plain(spec)) as connection:
+    with connect_plain(spec) as connection:
         if spec.vendor == "postgresql":
             number, key = "hashtextextended(%s, 0)", f"django_txmsg/run/{run_id}"
             if not connection.value(f"SELECT pg_try_advisory_lock({number})", key):

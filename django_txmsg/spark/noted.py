@@ -11,7 +11,6 @@ import datetime as dt
 import json
 import uuid
 from collections.abc import Collection, Iterable
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,7 +87,7 @@ class Noted:
         """Return findings, newest first: sorted by the time when they were first
         found."""
         where, values = self._where(which)
-        with closing(connect_plain(self.source)) as connection:
+        with connect_plain(self.source) as connection:
             rows = connection.rows(
                 f"SELECT {', '.join(COLUMNS)} FROM {_TABLE} WHERE {where}"
                 " ORDER BY found_at DESC, verdict, sent_at, id",
@@ -145,10 +144,7 @@ class Noted:
             )
             for one in findings
         ]  # fmt: skip
-        with (
-            closing(connect_plain(self.source)) as connection,
-            connection.transaction(),
-        ):
+        with connect_plain(self.source) as connection, connection.transaction():
             if lines:
                 connection.many(
                     f"INSERT INTO {_TABLE} AS old ({', '.join(names)},"
@@ -178,7 +174,7 @@ class Noted:
 
     def last_run(self) -> LastRun | None:
         """Return the last finished `reconcile` that has stored its findings."""
-        with closing(connect_plain(self.source)) as connection:
+        with connect_plain(self.source) as connection:
             return last_run(connection, self.source, "reconcile", ended=True)
 
     def judged_until(self, services: Collection[str]) -> dt.datetime | None:
@@ -187,7 +183,7 @@ class Noted:
         fewer of these services than an earlier run, or a `--since` after the instant
         that earlier runs had reached. The first run in the records, and the first one
         with a service, are assumed to have left out none."""
-        with closing(connect_plain(self.source)) as connection:
+        with connect_plain(self.source) as connection:
             sql = f"SELECT options {_RUNS}{_ENDED}"
             rows = connection.rows(sql, "reconcile", self.source.service)
         runs = [ran for (text,) in rows if "judged_until" in (ran := read_json(text))]
@@ -207,7 +203,7 @@ class Noted:
 
     def _set(self, which: Which, at: dt.datetime | None, by: str, note: str) -> int:
         where, values = self._where(which)
-        with closing(connect_plain(self.source)) as connection:
+        with connect_plain(self.source) as connection:
             return connection.execute(
                 f"UPDATE {_TABLE} SET acknowledged_at = %s, acknowledged_by = %s,"
                 f" note = %s WHERE {where}",

@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,7 +170,7 @@ def recorded(
 def _begin(source: SourceSpec, run: Run, lake: str, request: uuid.UUID | None) -> None:
     """Store the beginning of a run. A requested run begins even if an earlier try has
     failed or was killed."""
-    with closing(connect_plain(source)) as connection:
+    with connect_plain(source) as connection:
         run.start(connection)
         if request is None:
             row = run.row("running") | {"service": source.service, "lake": lake}
@@ -198,7 +198,7 @@ def _begin(source: SourceSpec, run: Run, lake: str, request: uuid.UUID | None) -
 def requested_ids(source: SourceSpec, request: uuid.UUID) -> list[str]:
     """Return the ids of the messages whose replay was requested. Raises UsageError for
     an unknown request."""
-    with closing(connect_plain(source)) as connection:
+    with connect_plain(source) as connection:
         found = connection.value(f"SELECT options FROM {_RUNS} WHERE id = %s", request)
     ids = None if found is None else _options_of(request, found).get(_FOUND)
     if not ids:
@@ -237,9 +237,7 @@ def erasing(
     stores and removes no ids.
     """
     with ExitStack() as stack:
-        databases = [
-            stack.enter_context(closing(connect_plain(source))) for source in services
-        ]
+        databases = [stack.enter_context(connect_plain(source)) for source in services]
         same = [
             (database, key, options)
             for database in databases
@@ -281,7 +279,7 @@ def _select_the_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def describe(source: SourceSpec, run: Run) -> None:
     """Record the options of a run again, after the job has added some."""
-    with closing(connect_plain(source)) as connection:
+    with connect_plain(source) as connection:
         _describe(connection, uuid.UUID(run.id), run.options)
 
 
@@ -305,7 +303,7 @@ def progressed(
     """Record the progress of a run, by default of one that has not ended yet."""
     row = run.row(state, finished_at)
     names = ("state", "rows", "counts", "error", "finished_at")
-    with closing(connect_plain(source)) as connection:
+    with connect_plain(source) as connection:
         _change(connection, uuid.UUID(run.id), {name: row[name] for name in names})
 
 

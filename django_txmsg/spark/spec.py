@@ -282,9 +282,7 @@ class JobSpec:
                 given[name] = [kind(**one) for one in given.get(name, ())]
             lake = given.get("lake")
             given["lake"] = LakeSpec(**lake) if lake else None
-            given["task_brokers"] = [
-                tuple(one) for one in given.get("task_brokers", ())
-            ]
+            given["task_brokers"] = list(map(tuple, given.get("task_brokers", ())))
             lists = {n: tuple(one) for n, one in given.items() if isinstance(one, list)}
             return cls(**given | lists)
         except (TypeError, ValueError, AttributeError) as error:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -103,7 +102,7 @@ class Staging:
                     ids += uuid.UUID(one).int
                 yield batch
 
-        with closing(connect_plain(self.spec)) as connection, connection.transaction():
+        with connect_plain(self.spec) as connection, connection.transaction():
             store = self._copy if self.spec.vendor == "postgresql" else self._insert
             store(connection, task, counted())
         return Brought(task, rows, ids % 2**128)
@@ -125,7 +124,7 @@ class Staging:
         # One parameter: there may be more tasks than a statement can have parameters.
         names = json.dumps({one.task: 0 for one in tasks})
         theirs = "run = %s AND task IN (SELECT key FROM json_each(%s))"
-        with closing(connect_plain(self.spec)) as connection, connection.transaction():
+        with connect_plain(self.spec) as connection, connection.transaction():
             stored = 0
             if remember(connection, self.run, announced, f"{ids:032x}"):
                 stored = self._store(connection, rate, theirs, names)
@@ -146,7 +145,7 @@ class Staging:
 
     def clear(self) -> None:
         """Delete the rows of this run from the staging table."""
-        with closing(connect_plain(self.spec)) as connection:
+        with connect_plain(self.spec) as connection:
             connection.execute(_CLEAR, self.run)
 
     def _copy(
@@ -226,7 +225,7 @@ def ask_to_redeliver(
     Raises UsageError if the existing request is for other dead letters.
     """
     ids = sum(uuid.UUID(message).int for _, message in letters) % 2**128
-    with closing(connect_plain(spec)) as connection, connection.transaction():
+    with connect_plain(spec) as connection, connection.transaction():
         if not remember(connection, name, len(letters), f"{ids:032x}"):
             return None
         numbers = sorted(number for number, _ in letters)

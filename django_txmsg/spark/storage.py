@@ -45,12 +45,6 @@ class Place:
     spec: LakeSpec
     local: bool
 
-    def delta(self, name: str) -> str:
-        """Return the URI of a table for the Delta library."""
-        if self.local:
-            return Path(self.root, name).as_uri()
-        return f"{self.uri}/{name}"
-
     def names(self, service: str) -> list[str]:
         """Return all names under which a service has archived: its present name, then
         former ones."""

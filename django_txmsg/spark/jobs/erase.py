@@ -12,7 +12,7 @@ import datetime as dt
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from functools import partial, reduce
 from typing import Any
 
@@ -216,8 +216,7 @@ _CONDITIONS = {
     _RUN: "id IN ({own})",
 }
 
-#: The columns by which a row of the lake belongs to a message.
-_ID = ["message_id"]
+#: The columns by which a row of the lake belongs to a message: by default, its id.
 _IDS = {
     "flow_steps": ["message_id", "run_id"],
     "flow_undos": ["message_id", "request_id"],
@@ -328,7 +327,7 @@ def _rewrite(
     the paths of these files, each with the facts of the new file, whose name begins
     with `token`. Executors run this function."""
     place = LakeTable(place_of(lake), name, t.StructType([]))
-    names = _IDS.get(name, _ID)
+    names = _IDS.get(name, ["message_id"])
     wanted = pa.array(ids, pa.string())
 
     def kept(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -370,7 +369,7 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
                 lake = Lake(spec.lake)
         databases: list[Connection] = []
         for source in spec.services:
-            connection = stack.enter_context(closing(connect_plain(source)))
+            connection = stack.enter_context(connect_plain(source))
             for table in TABLES.values():
                 # No archive may add messages after they were looked up.
                 stack.enter_context(archiving(connection, source, table.name))
@@ -380,9 +379,7 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
             # No replay may store a message again that it has read before.
             stack.enter_context(erasure(connection, source))
             databases.append(connection)
-        brokers = [
-            stack.enter_context(closing(connect_plain(one))) for one in spec.queues
-        ]
+        brokers = [stack.enter_context(connect_plain(one)) for one in spec.queues]
         services = [one.service for one in spec.services]
         chosen = {str(one) for one in given.message_id}
         if keys or correlation_ids:

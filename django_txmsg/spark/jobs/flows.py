@@ -49,7 +49,7 @@ class Flows:
     run."""
 
     def __init__(self, log: WholeLog, by: Judgement) -> None:
-        self._by, self._stuck = by, timestamp(by.stuck_before or by.horizon)
+        self._by, self._stuck = by, timestamp(by.stuck_before)
         # A run may register an undo long after it began, never before.
         found = any(verdict in OF_RUNS for _, verdict in by.standing)
         day = None if by.since is None or found else day_of(by.since)

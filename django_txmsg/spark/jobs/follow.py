@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 from ...webhook import KEY_VARIABLE, NoWebhook, Webhook
@@ -132,7 +132,7 @@ class Follower:
         """Run rounds until stopped, or until the database does not answer. Each call is
         recorded as one run."""
         with (
-            closing(connect_plain(self.source)) as connection,
+            connect_plain(self.source) as connection,
             following(connection, self.source),
             recorded(self.spec, "follow", recordable_options(self.given)) as run,
         ):
@@ -382,7 +382,7 @@ def follow_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
         source = spec.service()
         is_mounted(replace(spec, services=(source,)))
         count_waiting(spec, given, run)
-        with closing(connect_plain(source)) as connection:
+        with connect_plain(source) as connection:
             measured = _measured(connection, source, given)
         run.facts |= run.counts | {name: value for name, value, *_ in measured}
         run.lines += [summary for *_, summary in measured]

@@ -19,7 +19,7 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -80,11 +80,6 @@ class Looked:
 Tables = Mapping[str, Looked]
 
 
-def batches(tables: Tables) -> dict[str, Mapping[str, int]]:
-    """Return the number of each service's last batch, for each table."""
-    return {name: one.batches for name, one in tables.items()}
-
-
 def looked_at(log: WholeLog, name: str) -> Looked:
     """Return the current state of an archived table, with the number of each service's
     last settled batch. This number is 0 if the log has no batch numbers for one of the
@@ -97,15 +92,10 @@ def looked_at(log: WholeLog, name: str) -> Looked:
     [entry] = delta.history(1)
     lake_id = str(delta.metadata().id)
     silent = {one.service for one in named if one.batches is None}
-    last = {
-        one: 0
-        if one in silent
-        else min(
-            log.settled(one, name, lake_id),
-            place.last(delta, "archive", one),
-        )
-        for one in services
-    }
+    last = dict.fromkeys(services, 0)
+    for one in last.keys() - silent:
+        settled = log.settled(one, name, lake_id)
+        last[one] = min(settled, place.last(delta, "archive", one))
     return Looked(lake_id, entry["version"], entry["timestamp"], last)
 
 
@@ -276,7 +266,7 @@ class Journeys:
         """Take the lock on the journeys until the end of this run. Returns False if
         another run holds it."""
         source = self.log.spec.service()
-        connection = stack.enter_context(closing(connect_plain(source)))
+        connection = stack.enter_context(connect_plain(source))
         with suppress(Taken):
             stack.enter_context(keeping(connection, source))
             return True
@@ -360,7 +350,7 @@ class Journeys:
     def fresh(self) -> DataFrame | None:
         """JOURNEY rows of the batches that were settled since the last run. None if
         there are none."""
-        if batches(self.goal) == batches(self.through):
+        if all(self._last(self.goal, n) == self._last(self.through, n) for n in _SIDES):
             return None
         rows = steps(
             *(

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     alone = dataclasses.replace(spec, services=(source,))
     with (
         job_session(given) as spark,
-        closing(connect_plain(source)) as connection,
+        connect_plain(source) as connection,
         storing(connection, source),
         WholeLog(spark, alone) as log,
     ):

@@ -7,7 +7,7 @@ import dataclasses
 import datetime as dt
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -108,7 +108,7 @@ class WholeLog:
             for source in (one.reading() for one in self.spec.services):
                 taken = dt.datetime.now(dt.timezone.utc)
                 if source.vendor == "postgresql":
-                    with closing(connect_plain(source)) as connection:
+                    with connect_plain(source) as connection:
                         # A replica's state is that of its last transaction.
                         taken = connection.value(
                             "SELECT CASE WHEN pg_is_in_recovery() THEN coalesce("
@@ -217,7 +217,7 @@ class WholeLog:
             days, complete = kept, found if known else empty
             if not known and live.service != first:
                 pruned = _PRUNED[source.vendor].format(described.relation)
-                with closing(connect_plain(source.reading())) as connection:
+                with connect_plain(source.reading()) as connection:
                     days = min(1, kept) if connection.value(pruned) else kept
             if not known or live.service == first:
                 known.append(live.taken - dt.timedelta(days=days))

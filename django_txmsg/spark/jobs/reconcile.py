@@ -15,7 +15,6 @@ import dataclasses
 import datetime as dt
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
@@ -267,7 +266,7 @@ def run_reconcile(
         if keep:
             noted, former = Noted(spec.service()), spec.former_names()
             noted.keep(_worst(listed), run.started_at, former)
-            judged = min(by.horizon, by.stuck_before or by.horizon)
+            judged = min(by.horizon, by.stuck_before)
             services = sorted({one.service for one in spec.services})
             run.options |= {"services": services, "judged_until": judged.isoformat()}
             describe(spec.service(), run)
@@ -423,7 +422,7 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Non
     source = spec.service()
     with (
         job_session(given) as spark,
-        closing(connect_plain(source)) as connection,
+        connect_plain(source) as connection,
         storing(connection, source),
     ):
         found = run_reconcile(spark, spec, given, run)

@@ -6,7 +6,7 @@ import argparse
 import datetime as dt
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from itertools import groupby
 
 import pyarrow as pa
@@ -141,7 +141,7 @@ def _alone(service: SourceSpec, name: str) -> Iterator[None]:
     if name not in (*TABLES, "journeys"):
         yield
         return
-    with closing(connect_plain(service)) as connection:
+    with connect_plain(service) as connection:
         lock = keeping(connection, service)
         if name in TABLES:
             lock = archiving(connection, service, name)

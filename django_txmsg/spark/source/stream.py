@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from typing import Any
 
 import pyarrow as pa
@@ -171,7 +170,7 @@ class LogStream(DataSourceStreamReader):
                 " coalesce(max(seq), 0) + 1, 'sqlite' FROM sqlite_sequence"
                 f" WHERE name = '{name}'"
             )
-        with closing(connect_plain(self.spec)) as connection:
+        with connect_plain(self.spec) as connection:
             [(position, following, cluster)] = connection.rows(sql)
         return position, following, cluster
 
@@ -184,7 +183,7 @@ class LogStream(DataSourceStreamReader):
         self._looked = time.monotonic()
         if position != self._stood_at:
             self._stood_at, self._stood_since = position, self._looked
-        with closing(connect_plain(self.spec)) as connection:
+        with connect_plain(self.spec) as connection:
             rows = connection.value(
                 f"SELECT count(*) FROM {self.table.relation} t"
                 f" WHERE {Stretch(position, following).condition(self.place)}"
@@ -212,7 +211,7 @@ class LogStream(DataSourceStreamReader):
         ids belong to another cluster, and this cluster may take months to reach
         them."""
         ahead = f"{self.place} >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
-        with closing(connect_plain(self.spec)) as connection:
+        with connect_plain(self.spec) as connection:
             rows = connection.value(
                 f"SELECT count(*) FROM {self.table.relation} t WHERE {ahead}"
             )
@@ -228,7 +227,7 @@ class LogStream(DataSourceStreamReader):
         """Return the end of a range that starts at `first` and has at most `rows` rows.
         A transaction is never split. So if the first transaction has more rows, the
         range has more rows, too."""
-        with closing(connect_plain(self.spec)) as connection:
+        with connect_plain(self.spec) as connection:
             found = connection.rows(
                 f"SELECT {self.place} FROM {self.table.relation} t WHERE"
                 f" {Stretch(first, last).condition(self.place)} ORDER BY 1 LIMIT %s",

@@ -67,7 +67,7 @@ class Judgement:
     #: The same for destinations by a pattern; the first one that fits.
     late_at: Sequence[tuple[str, dt.timedelta]] = ()
     #: What was due before it should have left, or been processed.
-    stuck_before: dt.datetime | None = None
+    stuck_before: dt.datetime = EPOCH
     #: Patterns of destinations which something consumes that keeps no log of ours, of
     #: listeners of topics, or of brokers, as `broker:PATTERN`.
     external: Sequence[str] = ()
@@ -364,9 +364,7 @@ BROKER = "broker:"
 
 def _verdict(by: Judgement) -> Column:
     limit = timestamp(by.horizon)
-    stuck = sf.lit(None).cast("timestamp")
-    if by.stuck_before is not None:
-        stuck = timestamp(by.stuck_before)
+    stuck = timestamp(by.stuck_before)
     took = sf.unix_micros("processed_at") - sf.unix_micros("due_at") - _ahead(by)
     # A message that was sent again is in flight, however old it is. So is a message
     # that has just left, however long its relay had to wait.
