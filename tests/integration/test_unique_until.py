@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,9 @@ from django_txmsg.models import (
     InboxMessage,
     OutboxMessage,
     QueueMessage,
+    outbox,
 )
+from django_txmsg.models.outbox_claim import Claimed
 from django_txmsg.scheduling.timetable import every, recurring
 from tests.factories import ago
 from tests.faults import wait_until
@@ -53,6 +56,17 @@ def send(body: object = 1, on_conflict: Any = "skip", **options: Any) -> uuid.UU
     options = {"unique": "k", "unique_until": "processed"} | options
     with transaction.atomic():
         return send_message(PLACE, body, on_conflict=on_conflict, **options).id
+
+
+def arrive_early(token: uuid.UUID) -> Claimed:
+    """Send a message, which arrives before the relay has marked its row."""
+    first = send()
+    (row,) = OutboxMessage.objects.claim(
+        broker="default", token=token, lease=60, limit=1
+    )
+    headers = {"txmsg-id": str(first), "content-type": "application/json"}
+    put(PLACE, b"1", headers)
+    return row
 
 
 @contextmanager
@@ -409,9 +423,12 @@ def test_a_relay_does_not_wait_for_a_sender_that_reuses_its_message() -> None:
 
 
 @pytest.mark.postgresql
-def test_a_relay_does_not_wait_for_a_handler_that_stores_its_successor() -> None:
+def test_a_relay_does_not_wait_for_a_handler_that_stores_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The handler runs before the relay has marked its message. While the relay does
     so, the handler's transaction is still open."""
+    monkeypatch.setattr(outbox, "SETTLING", 60.0)
     token = uuid.uuid4()
     stored, marked, seen = threading.Event(), list[int](), list[int]()
 
@@ -434,38 +451,35 @@ def test_a_relay_does_not_wait_for_a_handler_that_stores_its_successor() -> None
 
     successors: list[uuid.UUID] = []
     with declared(handler, PLACE) as stage:
-        first = send()
-        (row,) = OutboxMessage.objects.claim(
-            broker="default", token=token, lease=60, limit=1
-        )
-        headers = {"txmsg-id": str(first), "content-type": "application/json"}
-        put(PLACE, b"1", headers)
+        row = arrive_early(token)
         with elsewhere(mark) as relay:
             step(stage)
     assert seen == [1]
-    assert first not in successors
+    assert row.message_id not in map(str, successors)
     assert OutboxMessage.objects.get(unique_key="k").message_id == successors[-1]
 
 
 @pytest.mark.postgresql
-def test_a_handler_stores_its_successor_while_a_relay_sends_for_long() -> None:
-    """The handler waits for a second, and then goes on. The relay can mark its message
+def test_a_handler_stores_its_successor_while_a_relay_sends_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The handler waits for a while, and then goes on. The relay can mark its message
     when the handler has ended."""
+    monkeypatch.setattr(outbox, "SETTLING", 0.1)
     token = uuid.uuid4()
-    sent: list[uuid.UUID] = []
+    sent, took = list[uuid.UUID](), list[float]()
 
     def handler(message: Message) -> None:
+        began = time.monotonic()
         sent.append(send())
+        took.append(time.monotonic() - began)
 
     with declared(handler, PLACE) as stage:
-        first = send()
-        (row,) = OutboxMessage.objects.claim(
-            broker="default", token=token, lease=60, limit=1
-        )
-        headers = {"txmsg-id": str(first), "content-type": "application/json"}
-        put(PLACE, b"1", headers)
+        row = arrive_early(token)
         step(stage)
-    assert sent != [first]
+    assert len(sent) == 1
+    assert took[0] >= 0.1
+    assert row.message_id != str(sent[0])
     assert OutboxMessage.objects.mark_dispatched([row.id], token) == 1
 
 
