@@ -92,7 +92,8 @@ class PendingManager(SqlManager):
 
         If a relay is sending such a row, this method first waits for that relay, for
         `SETTLING` seconds at most. The relay settles its batch in one statement, which
-        would wait for the row until the caller's transaction ends.
+        would wait for the row until the caller's transaction ends. In a transaction
+        above READ COMMITTED, it does not wait.
         """
         table = self._table
         inbox_table = InboxMessage._meta.db_table
@@ -124,6 +125,9 @@ class PendingManager(SqlManager):
         sending = (
             f"SELECT 1 FROM {table} AS o WHERE {needless}"  # noqa: S608 - constants only
             f" AND dispatched_at IS NULL AND {LEASED.sql('o', now=self._sql.now)}"
+            # Above that level, this transaction would not see the relay's mark, and
+            # its UPDATE would fail because of it.
+            " AND current_setting('transaction_isolation') = 'read committed'"
         )
         # On SQLite, no relay can write while this transaction is open.
         waits = connections[self.db].vendor == "postgresql"

@@ -483,6 +483,36 @@ def test_a_handler_stores_its_successor_while_a_relay_sends_for_long(
     assert OutboxMessage.objects.mark_dispatched([row.id], token) == 1
 
 
+@pytest.mark.postgresql
+def test_above_read_committed_a_handler_waits_for_no_relay() -> None:
+    """The handler's snapshot shows the row as claimed, however long it waits. If the
+    relay marked the row meanwhile, the handler's UPDATE would fail."""
+    token, sent, attempts = uuid.uuid4(), list[uuid.UUID](), list[int]()
+
+    def mark() -> None:
+        OutboxMessage.objects.mark_dispatched([row.id], token)
+
+    def look(execute: Any, sql: str, *rest: Any) -> Any:
+        found = execute(sql, *rest)
+        waits = sql.startswith("SELECT 1 FROM django_txmsg_outboxmessage")
+        if waits and rest[-1]["cursor"].rowcount:
+            with elsewhere(mark):
+                pass
+        return found
+
+    def handler(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        with connections["default"].execute_wrapper(look):
+            sent.append(send())
+
+    with declared(handler, PLACE, isolation="repeatable read") as stage:
+        row = arrive_early(token)
+        step(stage)
+    assert attempts == [1]
+    assert row.message_id != str(sent[0])
+    assert OutboxMessage.objects.mark_dispatched([row.id], token) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
