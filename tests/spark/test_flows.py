@@ -28,6 +28,8 @@ from django_txmsg.models import (
 from django_txmsg.models.batch import Branch
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import retention
+from django_txmsg.spark.jobs.flows import LIVE_RUNS, RUN
+from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.models import Finding
 from django_txmsg.spark.schemas import FLOW_RUNS, FLOW_STEPS, FLOW_UNDOS, TABLES
 from django_txmsg.spark.spec import JobSpec, LakeSpec
@@ -283,6 +285,17 @@ class Selling(Flow[Order, str], name="acts.selling", within=None):
         return name
 
 
+@shelved
+class Buying(Flow[Order, str], name="acts.buying", within=None):
+    @step
+    def start(self, order: Order) -> Next[str]:
+        return self.ask(Signing, order, then=self.bought)
+
+    @step
+    def bought(self, name: str) -> Next[str]:
+        return name
+
+
 def test_a_run_waits_for_the_flow_to_which_the_asked_one_has_handed_over(
     spark: Any, spec: JobSpec
 ) -> None:
@@ -296,6 +309,42 @@ def test_a_run_waits_for_the_flow_to_which_the_asked_one_has_handed_over(
     ]  # fmt: skip
 
     assert judged(spec) == set()
+
+
+def test_an_answer_is_missed_if_the_asked_flow_has_answered_and_is_archived(
+    spark: Any, spec: JobSpec
+) -> None:
+    with at_hand(Signing, Buying):
+        with transaction.atomic():
+            start(Buying, Order(1))
+        drain()
+        signing, buying = Run.objects.order_by("-flow")
+        assert signing.turn is not None
+        with transaction.atomic():
+            resume(wire.ticket(signing.run_id, signing.turn), "Ada")
+        drain("acts.signing.steps")
+    # An operator discards the answer's dead letter.
+    QueueMessage.objects.get(queue="acts.buying.steps").delete()
+    assert archive(spec)["flow_runs"] == 1
+
+    for words in ((), ("--since", "1h")):
+        assert ("unanswered", str(buying.run_id), "acts.buying") in judged(spec, *words)
+
+
+def test_of_each_flow_one_run_that_has_handed_over_is_read(
+    spark: Any, spec: JobSpec
+) -> None:
+    with at_hand(Signing, Checking):
+        with transaction.atomic():
+            for key in "abc":
+                start(Checking, Order(1), key=key)
+        drain()
+
+    with WholeLog(spark, spec) as log:
+        rows = log.read("flow_runs", RUN, where=LIVE_RUNS).toArrow().to_pylist()
+
+    flows = sorted(row["flow"] for row in rows)
+    assert flows == ["acts.checking"] + ["acts.signing"] * 3
 
 
 def test_an_archived_run_is_judged_whatever_the_time_zone_of_since(

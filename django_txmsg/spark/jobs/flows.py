@@ -20,13 +20,18 @@ from .reading import WholeLog, day_of
 #: The verdicts of runs.
 OF_RUNS = ("undo_without_request", "unanswered", "not_undone")
 
-#: The rows of the database that can have a verdict, the runs that another one
-#: continues, and the undos of these runs.
+#: The rows of the database that can have a verdict, and the undos of these runs.
 _LIVE = (
-    "(t.ended_at IS NULL OR t.outcome IN ('failed', 'handed_over')"
+    "(t.ended_at IS NULL OR t.outcome = 'failed'"
     " OR (t.outcome = 'answered' AND CAST(t.caller AS text) <> '{{}}'))"
 )
 _LIVE_UNDOS = f"t.run_id IN (SELECT t.id FROM {FLOW_RUNS.relation} t WHERE {_LIVE})"
+#: These runs, and one run of each flow that has handed over to another flow. There may
+#: be many of the latter, and only their flow's name is read.
+LIVE_RUNS = (
+    f"({_LIVE} OR t.id IN (SELECT max(h.id) FROM {FLOW_RUNS.relation} h"
+    " WHERE h.outcome = 'handed_over' GROUP BY h.service, h.flow))"
+)
 
 #: The columns that are read of runs and of undos.
 RUN = FLOW_RUNS.narrow((
@@ -53,12 +58,13 @@ class Flows:
         # A run may register an undo long after it began, never before.
         found = any(verdict in OF_RUNS for _, verdict in by.standing)
         day = None if by.since is None or found else day_of(by.since)
-        runs = log.read("flow_runs", RUN, since=day, where=_LIVE)
+        runs = log.read("flow_runs", RUN, since=day, where=LIVE_RUNS)
         undos = log.read("flow_undos", UNDO, since=day, where=_LIVE_UNDOS)
-        self._names = runs.select(sf.col("flow").alias("name")).distinct()
-        self._runs = runs.where(
-            _undoing() | sf.col("ended_at").isNull() | _undelivered()
-        )
+        alive = _undoing() | sf.col("ended_at").isNull() | _undelivered()
+        self._runs = runs.where(alive)
+        # The lake also has runs that have answered: their callers wait in vain.
+        names = runs.where(alive | (sf.col("result") == "handed_over"))
+        self._names = names.select(sf.col("flow").alias("name")).distinct()
         failed = self._runs.where(_undoing())
         failed = failed.select("service", "message_id", "flow", "ended_at")
         self._undos = undos.join(failed, ["service", "message_id"])
