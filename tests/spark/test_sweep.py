@@ -250,6 +250,26 @@ def test_an_archive_of_one_table_does_not_stop_the_sweep_of_others(
     assert len(DeltaTable(path_of(lake, INBOX)).file_uris()) == 2
 
 
+def test_an_archive_of_one_table_hides_no_damaged_file_of_another(
+    make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(250)
+    log.receive([{"message_id": uuid.uuid4()}])
+    for table in (OUTBOX, INBOX):
+        archive(None, log, lake, table=table)
+    [file] = path_of(lake, INBOX).glob("service=*/day=*/*.parquet")
+    os.truncate(file, 100)
+
+    for name, error in (("outbox", SpoiltFile), ("inbox", Archiving)):
+        with (
+            log.connected() as connection,
+            archiving(connection, log.spec, name),
+            pytest.raises(error, match="inbox"),
+        ):
+            sweep(log, lake)
+
+
 def test_a_table_is_changed_beside_another_service_and_not_beside_the_same(
     lake: LakeSpec,
 ) -> None:

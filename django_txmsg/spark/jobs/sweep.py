@@ -121,7 +121,8 @@ def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
             except Taken:
                 continue  # `reconcile` uses them: the next run sweeps
             except (Archiving, SpoiltFile, VerificationRefused) as error:
-                fault = fault or error
+                if fault is None or isinstance(fault, Archiving):
+                    fault = error  # a damaged file is more important
     bar.clear()
     run.rows = sum(one["orphans"] + one["replaced"] for one in run.counts.values())
     if fault:
