@@ -72,6 +72,16 @@ def test_a_stage_begins_after_the_former_one_has_received_its_last_message() -> 
     }  # fmt: skip
 
 
+def test_a_stage_that_was_renamed_between_runs_hands_its_messages_over() -> None:
+    """No run has recorded the old stage, but one has seen the service without it."""
+    found = [heard("b/old", 0, 50)]
+    run = listeners([], found, declared("new"), NOW, ["b"])
+    assert run.fresh == [Listener(TOPIC, "b/new", at(50) + TICK)]
+    # One that replaces no stage has no earlier messages to receive.
+    run = listeners([], [], declared("new"), NOW, ["b"])
+    assert run.fresh == [Listener(TOPIC, "b/new", NOW)]
+
+
 def test_a_stage_that_was_renamed_since_ends_where_the_new_one_begins() -> None:
     known = [Listener(TOPIC, "b/old", EVER)]
     found = [heard("b/old", 0, 50), heard("b/new", 60, 90)]

@@ -110,10 +110,10 @@ def listeners(
     declare now. `ran` are the services whose earlier runs have recorded all listeners.
 
     A stage in the logs listens from its first message. A newly declared stage listens
-    from now if its service is one of `ran`, or if an earlier run has recorded a
-    listener of its service. If neither is the case, and the stage replaces another
-    stage, it listens from the time when that other stage has stopped and received its
-    last message. If it replaces none, it listens from the beginning. A stage that is
+    from now if an earlier run has recorded a listener of its service. If no run has,
+    and the stage replaces another stage, it listens from the time when that other stage
+    has stopped and received its last message. If it replaces none, it listens from now
+    if its service is one of `ran`, and otherwise from the beginning. A stage that is
     declared again also listens from the time when the stage that it replaces has done
     so. If it replaces none, it listens from now.
 
@@ -126,7 +126,7 @@ def listeners(
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):
         intervals.setdefault((one.destination, one.consumer), {})[one.since] = one.until
-    noted = {_service(one) for one in intervals}.union(ran)
+    noted = {_service(one) for one in intervals}
     received = _received(found)
     stages = {
         (one.destination, f"{one.service}/{one.stage}")
@@ -167,7 +167,8 @@ def listeners(
                 for one, at in ended.items()
                 if _same(one, pair)
             ]
-            since = max(before, default=now if pair in intervals else EVER)
+            known_by_now = pair in intervals or _service(pair) in ran
+            since = max(before, default=now if known_by_now else EVER)
         intervals.setdefault(pair, {})[since] = None
         fresh.append(Listener(*pair, since))
     for pair, (first, last, _) in received.items():
