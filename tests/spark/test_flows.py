@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -25,7 +24,6 @@ from django_txmsg.models import (
     OutboxMessage,
     Run,
 )
-from django_txmsg.models.batch import Branch
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import retention
 from django_txmsg.spark.jobs.flows import LIVE_RUNS, RUN
@@ -380,21 +378,6 @@ def test_erasing_removes_what_an_ended_flow_knew(spark: Any, spec: JobSpec) -> N
         str(kept.run_id)
     }
     assert {gone, live}
-
-
-def test_erasing_a_request_removes_its_answer_from_the_batch_of_an_ended_run(
-    spark: Any, spec: JobSpec
-) -> None:
-    request = uuid.uuid4()
-    for run_ in (answered("A-1"), waiting("A-2")):
-        batch = Batch.objects.create(run=run_, turn=uuid.uuid4(), total=2, enough=2)
-        for number, one in enumerate((request, uuid.uuid4())):
-            batch.branches.create(number=number, request_id=one, answer=b"4711")
-
-    run(spec, "erase", "--message-id", str(request))
-
-    left = Branch.objects.values_list("batch__run__key", "number")
-    assert set(left) == {("A-1", 1), ("A-2", 0), ("A-2", 1)}
 
 
 def test_show_prints_the_steps_of_a_run(spark: Any, spec: JobSpec) -> None:

@@ -209,10 +209,8 @@ _CONDITIONS = {
     "django_txmsg_flowundo": "run_id IN ({own})"
     " OR request_id IN ({ids}) AND run_id IN ({ended})",
     "django_txmsg_batch": "run_id IN ({own})",
-    # Its answer is that to an erased request.
     "django_txmsg_branch": "batch_id IN (SELECT id FROM django_txmsg_batch WHERE"
-    " run_id IN ({own})) OR request_id IN ({ids}) AND batch_id IN (SELECT id FROM"
-    " django_txmsg_batch WHERE run_id IN ({ended}))",
+    " run_id IN ({own}))",
     _RUN: "id IN ({own})",
 }
 
