@@ -33,7 +33,7 @@ from ..models.outbox_store import NewMessage
 from ..models.run import WaitsFor
 from ..models.turn import Turn
 from ..models.worker import living
-from ..rules.dead_letters import BODY_TOO_LONG, GONE_ON
+from ..rules.dead_letters import BODY_TOO_LONG, GONE_ON, TAKEN_IN
 from ..sending import answering, storing, undoing
 from ..stages import all_stages, consumers
 from . import burial, resuming
@@ -147,7 +147,7 @@ def _everyones_why(letter: DeadLetter, using: str) -> str:
     if letter.stage:
         why = f"stage {letter.stage!r} is not declared here for database {using!r}"
         do = "Declare the stage again, with its name=, or discard"
-    elif letter.reason == "broker":
+    elif letter.reason in TAKEN_IN:
         why = "the broker does not report whose copy this is"
         do = "Discard"
     else:
@@ -461,10 +461,11 @@ def _sender(letter: DeadLetter) -> str:
     """Return the service whose relay must send the message again.
 
     A relay's dead letter is sent by the service that stored the message, because that
-    service has the broker. A stage's dead letter is sent by this service, because any
-    service may have stored the message.
+    service has the broker. All other dead letters are sent by this service: any service
+    may have stored the message, and its relay may not read this database.
     """
-    stored = "" if letter.stage else letter.headers.get(wire.SERVICE, "")
+    ours = letter.stage or letter.reason in TAKEN_IN
+    stored = "" if ours else letter.headers.get(wire.SERVICE, "")
     return stored[:100] or conf.get().SERVICE
 
 

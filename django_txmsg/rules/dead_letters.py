@@ -12,6 +12,10 @@ from . import Rule
 #: The reason of a message of which only the beginning of the body was kept.
 BODY_TOO_LONG = "body_too_long"
 
+#: The reasons of dead letters without a stage that this service has taken from a
+#: broker's dead-letter queue. All other dead letters without a stage are a relay's.
+TAKEN_IN = frozenset({"broker", BODY_TOO_LONG})
+
 #: An operator must still resolve it.
 OPEN = Rule("{resolution} = 'open'")
 

@@ -22,7 +22,7 @@ from django_txmsg.brokers.database import DatabaseBroker
 from django_txmsg.brokers.stomp import StompBroker
 from django_txmsg.consuming.intake import IntakeThread
 from django_txmsg.dead_letters import bulk, burial
-from django_txmsg.models import BulkOperation, DeadLetter, QueueMessage
+from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage, QueueMessage
 from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
 from tests import factories
@@ -95,6 +95,25 @@ def test_a_message_in_the_broker_s_dead_letter_queue_is_taken_in(
     assert bytes(letter.body) == b"given up\x00"
     assert letter.headers["colour"] == "red"
     assert session.create_consumer(f"DLQ.{destination}").receive(0.5) is None
+
+
+@committing
+def test_letter_of_another_service_is_sent_again_by_this_service(
+    server: StompServer, session: jms.Session, destination: str
+) -> None:
+    """The relay of the other service may not read this database."""
+    dead = f"DLQ.{destination}"
+    session.create_producer(dead).send(jms.Message("again", {wire.SERVICE: "shop"}))
+    with taking_in(server.url(), dead):
+        pass
+    DeadLetter.objects.update(destination=destination)
+    with txmsg(BROKERS={"default": {"URL": server.url()}}):
+        assert redelivered(force=False).done == 1
+        assert OutboxMessage.objects.get().service == "tests"
+        assert ship() == 1
+    again = session.create_consumer(destination).receive(10)
+    assert again is not None
+    assert again.body == "again"
 
 
 def wait_for_a_millisecond() -> None:
