@@ -382,6 +382,8 @@ def _broker(alias: str) -> Iterator[Examined]:
                 "AMQP has declared in the URL: stomp://…?existing=orders.*, or delete "
                 "those that are empty."
             )
+        elif "takes no messages" in text:
+            cure = "Free memory or disk of the broker. Until then, all messages wait."
         yield Examined(subject, BAD, f"cannot {step} it: {text}", cure)
 
 

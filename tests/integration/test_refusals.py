@@ -9,6 +9,7 @@ soak`, each of these failures lasts TXMSG_SOAK_SECONDS (an hour, say).
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 from django.conf import settings
+from django.core.management import call_command
 from django.db import connections, transaction
 from django.test import override_settings
 
@@ -280,6 +282,10 @@ def test_memory_alarm_of_rabbitmq_costs_no_attempt(
             store(destination, range(20))
             outage("broker", "low on memory")
             stays(trials, seconds)
+            out = io.StringIO()
+            with pytest.raises(SystemExit):
+                call_command("txmsg", "doctor", stdout=out)
+            assert "Free memory or disk of the broker." in out.getvalue()
             row = OutboxMessage.objects.get(message_id=big.id)
             assert (row.attempts, row.dispatched_at) == (0, None)
             rabbitmq.control("set_vm_memory_high_watermark", "0.4")
