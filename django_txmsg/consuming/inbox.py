@@ -34,6 +34,7 @@ from ..models.inbox_arrival import InboxRecord
 from ..models.outbox import PENDING
 from ..rules.dead_letters import BODY_TOO_LONG
 from ..runtime import database_health, liveness
+from ..runtime.connections import close_broken
 from ..runtime.leases import Lease
 from ..stages import Stage
 from . import decoding, ordering
@@ -375,11 +376,15 @@ def _lease(arrival: Arrival) -> AbstractContextManager[object]:
 def _renew(arrival: Arrival) -> None:
     """Renew the lease of a parked message whose row was locked until the attempt
     failed, so that nothing could renew it. Otherwise another worker might claim the
-    message before its failure is recorded, or before it runs again."""
+    message before its failure is recorded, or before it runs again.
+
+    The connection may have ended while the handler ran. An error of the renewal would
+    hide the handler's error, and the attempt would not count."""
     parked, token = arrival.parked, arrival.token
     if parked is None or token is None:
         return
     if time.monotonic() - parked.since > parked.lease / 2:
+        close_broken(arrival.using)
         arrival.inbox.extend(parked.record.id, token, parked.lease)
 
 

@@ -38,6 +38,7 @@ from tests.running import (
     Script,
     committing,
     declared,
+    lose_connection,
     put,
     running,
     step,
@@ -157,6 +158,34 @@ def test_lease_is_renewed_before_an_attempt_is_repeated_after_a_conflict(
         step(stage, times=2)
     assert leased == [True, True]
     assert processed()
+
+
+@pytest.mark.postgresql
+def test_slow_attempt_whose_connection_ends_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server ends the idle connection while the handler calls another service, and
+    the lease must be renewed after the handler has failed."""
+    monkeypatch.setattr(stage_thread, "LEASE", LEASE)
+    runs: list[int] = []
+
+    def handler(message: Message) -> None:
+        runs.append(message.delivery_attempt)
+        if len(runs) == 2:
+            lose_connection("killed")
+            _let_pass(LEASE)
+        raise ValueError
+
+    policy = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0)
+    with (
+        txmsg(**SHORT),
+        declared(handler, transaction="none", redelivery=policy) as stage,
+    ):
+        put(stage.destination)
+        step(stage, times=2)
+    assert runs == [1, 2]
+    assert sorted(Attempt.objects.values_list("number", flat=True)) == [1, 2]
+    assert DeadLetter.objects.get().reason == "attempts_exhausted"
 
 
 def _let_pass(seconds: float) -> None:
