@@ -258,9 +258,12 @@ class BrokerOnly(Mode):
     def is_turned_away(self, error: BaseException) -> bool:
         """Return True if the stage failed only because it sent to a destination that
         accepts no messages at present, because the broker did not answer the commit, or
-        because a database refused a statement of the package. Then neither the message
-        nor its handler is at fault. In this mode, a stage sends directly to the
-        broker."""
+        because a database refused a statement of the package for now. Then neither the
+        message nor its handler is at fault. In this mode, a stage sends directly to the
+        broker.
+
+        A trigger, a constraint or a missing privilege may refuse for ever, and each try
+        runs the handler again. So these errors count as attempts."""
         cause: BaseException | None = error
         while isinstance(cause, BrokerUnavailable):
             cause = cause_of(cause)
@@ -271,7 +274,7 @@ class BrokerOnly(Mode):
         # If the connection ended, the message may have crashed the server.
         ended = database_health.is_away(cause)
         full = database_health.lacks_resources(cause)
-        return isinstance(cause, AnyDatabaseError) and (full or not ended)
+        return isinstance(cause, OperationalError) and (full or not ended)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:
         """Commit the broker's transaction. If the stage uses the database, the database

@@ -317,7 +317,9 @@ def _query(using: str, query: Callable[[], T]) -> T:
     query again on a new connection.
 
     Raises BrokerUnavailable if the database does not answer or refuses the query. The
-    broker then delivers the task's message again. A refusal counts no attempt.
+    broker then delivers the task's message again. No attempt is counted for a refusal
+    that may soon end, such as a lock's time-out. A trigger, a constraint or a missing
+    privilege may refuse for ever, so its refusal counts as an attempt.
     """
     try:
         return ask(using, query)

@@ -25,7 +25,7 @@ from django_txmsg.consuming.consumer import IDLE, Consumer
 from django_txmsg.consuming.intake import IntakeThread
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
-from django_txmsg.errors import SwallowedDatabaseError
+from django_txmsg.errors import BrokerUnavailable, SwallowedDatabaseError
 from django_txmsg.http_outbox.session import outbox_session
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.fields import clock
@@ -39,7 +39,7 @@ from django_txmsg.sending.outbox import send_message, send_messages
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.forgetting import forget_recurring
-from tests.running import at_work, committing, declared, put, running, txmsg
+from tests.running import at_work, committing, declared, put, running, step, txmsg
 
 pytestmark = committing
 
@@ -367,6 +367,32 @@ def test_a_call_is_repeated_if_a_trigger_refuses_its_messages() -> None:
         put(stage.destination)
         wait_until(DeadLetter.objects.exists)
     assert calls == [1, 2, 3]
+
+
+#: The SQLSTATEs of a trigger's own error, a constraint and a missing privilege.
+LASTING = [
+    "P0001",
+    *(pytest.param(x, marks=pytest.mark.postgresql) for x in ("23514", "42501")),
+]
+
+
+@pytest.mark.parametrize("code", LASTING)
+@pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
+def test_commit_counts_as_an_attempt_if_the_broker_may_refuse_it_for_ever(
+    mode: Any, code: str
+) -> None:
+    """Each try runs the handler again."""
+    calls: list[int] = []
+    with declared(call_and_answer(calls), transaction=mode) as stage:
+        put(stage.destination)
+        with trigger("INSERT", QueueMessage._meta.db_table, code):
+            # The first delivery has no row in the inbox, so only redeliveries count.
+            for _ in range(stage.policy.max_begun + 2):
+                with contextlib.suppress(BrokerUnavailable):
+                    step(stage)
+        assert not QueueMessage.objects.exists()
+    assert DeadLetter.objects.get().reason == "worker_lost"
+    assert len(calls) == stage.policy.max_begun + 1
 
 
 @pytest.mark.postgresql
