@@ -47,7 +47,7 @@ class Duplicate:
     message is dropped."""
 
     #: False if the delivery is no copy: it is the request of a flow that no longer
-    #: waits, or the broker has given it to another worker.
+    #: waits, it was revoked after its arrival, or another worker has it.
     is_copy: bool = True
 
 

@@ -21,7 +21,7 @@ from ..errors import DecodeError, NewerCodeNeeded
 from ..models.inbox_arrival import InboxRecord
 from ..runtime import database_health
 from . import decoding, failure, inbox, ordering, protocol
-from .arrival import Arrival, Outcome, Processed
+from .arrival import Arrival, Duplicate, Outcome, Processed
 from .inbox import announce_processed, is_handlers
 from .protocol import Undecided
 
@@ -240,6 +240,9 @@ class _Batch:
                 self._note(arrival, failure.unreadable(arrival, reason))
                 continue
             again = arrival.inbox.start_again(record.id)
+            if not again:
+                self._note(arrival, Duplicate(is_copy=False))  # revoked meanwhile
+                continue
             arrival.count(record.attempted(again))
             self._note(arrival, failure.failed(arrival, reason, duration))
         for arrival, _ in self._early:

@@ -86,7 +86,7 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
             return Interrupted()
         attempt = inbox.start_again(record.id, arrival.token)
         arrival.record = record.attempted(attempt)
-        return None if attempt else Duplicate()
+        return None if attempt else Duplicate(is_copy=False)
     noted = (
         stage.policy.mode == "broker"
         and arrival.parked is None

@@ -122,6 +122,10 @@ def _recorded(arrival: Arrival) -> Outcome | None:
         return _adopt(arrival)
     if not _is_recorded(arrival):
         arrival.mode.record(arrival)
+    elif arrival.counted and not arrival.recorded.attempt:
+        # It was revoked, or another worker has claimed it. In mode "none" no
+        # transaction checks that before the handler runs.
+        return Duplicate(is_copy=False)
     if arrival.record is None or arrival.begun:
         return None
     return _foregone(arrival, arrival.record)

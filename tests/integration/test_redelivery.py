@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from django.db import OperationalError
 
 from django_txmsg import Refuse, signals
 from django_txmsg.consuming.limits import Throttle
@@ -16,13 +17,16 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import Dead, RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.runtime import liveness
+from django_txmsg.runtime import database_health, liveness
 from tests.faults import wait_until
 from tests.running import (
     Script,
     committing,
+    copies_dropped,
     declared,
+    lose_connection,
     put,
+    record_lost_at,
     running,
     send,
     step,
@@ -237,13 +241,54 @@ def test_a_message_revoked_during_a_blocking_pause_does_not_run_again() -> None:
     signals.message_redelivered.connect(revoke)
     try:
         blocking = policy(mode="blocking")
-        with declared(script, redelivery=blocking, transaction="none") as stage:
+        with (
+            declared(script, redelivery=blocking, transaction="none") as stage,
+            copies_dropped() as copies,
+        ):
             put(stage.destination)
             step(stage)
     finally:
         signals.message_redelivered.disconnect(revoke)
     assert script.attempts == [1]
     assert left_in_queue(stage.destination) == 0
+    assert not copies
+
+
+@pytest.mark.postgresql
+def test_a_message_revoked_during_an_outage_does_not_run_again() -> None:
+    """Its last attempt ended with the outage."""
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        if message.delivery_attempt == 1:
+            raise ValueError
+        assert InboxMessage.objects.revoke(stage.name, message.id)
+        lose_connection("killed")
+        database_health.breaker("default").failed(OperationalError())
+        InboxMessage.objects.exists()
+
+    with declared(handler, redelivery=policy(), transaction="none") as stage:
+        put(stage.destination)
+        step(stage, times=2)
+    assert attempts == [1, 2]
+    assert not DeadLetter.objects.exists()
+
+
+def test_a_message_revoked_as_its_batch_ends_is_dropped() -> None:
+    broker = policy(mode="broker")
+    with declared(Script(ValueError()), redelivery=broker, batch=2) as stage:
+        put(stage.destination)
+        put(stage.destination)
+        with record_lost_at(
+            "UPDATE django_txmsg_inboxmessage SET attempts = attempts + 1",
+            "UPDATE django_txmsg_inboxmessage SET dead_at = CURRENT_TIMESTAMP"
+            " WHERE processed_at IS NULL",
+        ):
+            step(stage)
+    assert InboxMessage.objects.exclude(processed_at=None).count() == 1
+    assert left_in_queue(stage.destination) == 0
+    assert not Attempt.objects.exists()
 
 
 def test_blocking_keeps_the_order() -> None:
