@@ -111,7 +111,6 @@ def test_a_draining_consumer_sends_heartbeats_and_obeys(
         sent = put(one.destination)
         assert began.wait(60)
         consumer.stop()
-        caplog.clear()
         wait_until(beats_on)
         wait_until(lambda: "its handler has been running" in caplog.text)
         call_command("txmsg", "stop", str(sent))
