@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from . import Rule
+from . import Rule, flows
 
 #: The reason of a message of which only the beginning of the body was kept.
 BODY_TOO_LONG = "body_too_long"
@@ -30,8 +30,12 @@ _NEEDED_FOR_COPY = Rule(
     " AND d.resolution IN ('open', 'replaced')))"
 )
 
+#: It was replaced by a copy, and a run of this database may undo the work of the copy.
+#: The undo finds the copy by this dead letter.
+MAY_BE_UNDONE = Rule("{resolution} = 'replaced'") & flows.MAY_UNDO_COPY
+
 #: The dead letter may be deleted or archived.
-SETTLED = ~OPEN & Rule("{resolved_at} < {cutoff}") & ~_NEEDED_FOR_COPY
+SETTLED = ~OPEN & Rule("{resolved_at} < {cutoff}") & ~_NEEDED_FOR_COPY & ~MAY_BE_UNDONE
 
 
 def is_open(stage: str) -> Rule:

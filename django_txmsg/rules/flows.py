@@ -32,11 +32,24 @@ OF_AN_ENDED_RUN = Rule(
 )
 
 
+_UNANSWERED = "u.confirmed_at IS NULL AND NOT u.answered"
+
 #: A run may undo the request with this `message_id`, and does not know yet whether the
 #: request was executed. For the rows of any table.
 MAY_UNDO = Rule(
-    "EXISTS (SELECT 1 FROM django_txmsg_flowundo u"
-    " WHERE u.request_id = {message_id} AND u.confirmed_at IS NULL AND NOT u.answered)"
+    "EXISTS (SELECT 1 FROM django_txmsg_flowundo u"  # noqa: S608 - constants only
+    f" WHERE u.request_id = {{message_id}} AND {_UNANSWERED})"
+)
+
+#: Such a request, or an edited copy of one. A statement reads the ids of all copies
+#: once. They are few: an operator edits each of them.
+MAY_UNDO_COPY = MAY_UNDO | Rule(
+    "{message_id} IN (WITH RECURSIVE copies (id) AS"  # noqa: S608 - constants only
+    " (SELECT d.replaced_by FROM django_txmsg_deadletter d"
+    f" JOIN django_txmsg_flowundo u ON u.request_id = d.message_id AND {_UNANSWERED}"
+    " WHERE d.resolution = 'replaced' UNION SELECT d.replaced_by FROM copies"
+    " JOIN django_txmsg_deadletter d ON d.message_id = copies.id"
+    " AND d.resolution = 'replaced') SELECT id FROM copies WHERE id IS NOT NULL)"
 )
 
 

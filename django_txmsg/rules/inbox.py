@@ -63,7 +63,7 @@ _LAST = (
 
 #: It was processed, and a run of this database may undo it. The undo finds out from
 #: this row that there is something to undo.
-MAY_BE_UNDONE = PROCESSED & flows.MAY_UNDO
+MAY_BE_UNDONE = PROCESSED & flows.MAY_UNDO_COPY
 
 #: It may be deleted or archived.
 SETTLED = (

@@ -91,14 +91,14 @@ def revoke(undone: wire.Undone, stage: str, destination: str, using: str) -> boo
     # An hour earlier than pruned: the requester's clock may be ahead of the database's.
     kept = dt.timedelta(days=days or 0) - CLOCKS_DIFFER
     old = days is not None and undone.at < clock(using) - kept
-    known = inbox.filter(message_id=undone.request_id, stage=stage)
+    copies = list(_copies(undone, stage, using))
+    known = inbox.filter(message_id__in=copies, stage=stage)
     if old and not known.exists():
         raise DecodeError(
             IN_DOUBT,
             f"request {undone.request_id} is older than what the inbox of stage "
             f"{stage!r} remembers: it is unknown whether it was done",
         )
-    copies = _copies(undone, stage, using)
     revoked = [inbox.revoke(stage, one, destination) for one in copies]
     return all(revoked)
 

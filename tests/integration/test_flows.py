@@ -2140,6 +2140,38 @@ def test_undo_finds_a_request_that_is_older_than_what_the_inbox_keeps() -> None:
     assert sum(retention.prune(replace(kind, days=3), "default")) == 1
 
 
+@pytest.mark.parametrize("days", [5, 20])
+def test_undo_finds_an_old_edited_copy_of_a_request(days: int) -> None:
+    """The copy of a copy was processed, and its answer is not recorded yet."""
+    Stock.answer = ValueError("broken")
+    run = place()
+    drain(raises=False)
+    for answer in (ValueError("broken"), None):
+        Stock.answer = answer
+        letter = DeadLetter.objects.get(resolution="open")
+        resolution.redeliver_copy(letter, headers={}, body=b'{"number": "2"}')
+        drain(raises=False)
+    age = dt.timedelta(days=days)
+    columns = ("first_received_at", "last_received_at", "processed_at", "dead_at")
+    InboxMessage.objects.update(**{one: F(one) - age for one in columns})
+    DeadLetter.objects.update(resolved_at=F("resolved_at") - age)
+    FlowUndo.objects.update(created_at=F("created_at") - age, answered=False)
+
+    def prune() -> list[int]:
+        kinds = [one for one in retention.kinds() if one.model in models]
+        return [sum(retention.prune(replace(one, days=3), "default")) for one in kinds]
+
+    models = (InboxMessage, DeadLetter)
+    assert prune() == [4, 0]  # rows of steps, and of the two requests that died
+
+    say(False)
+    drain()
+
+    assert failed(run) == {"number": "1"}
+    assert effects() == ["reserve 2", "release 1"]
+    assert [prune(), prune()] == [[1, 1], [0, 1]]
+
+
 def test_an_undo_older_than_the_inbox_is_for_a_person() -> None:
     run = place()
     drain()

@@ -126,8 +126,14 @@ def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> 
 
 
 def test_erase_leaves_the_record_of_work_that_an_open_run_may_undo(log: Log) -> None:
-    request = uuid.uuid4()
-    log.receive([{"message_id": request, "correlation_id": PERSON}])
+    request, edited = uuid.uuid4(), uuid.uuid4()
+    log.receive(
+        [{"message_id": one, "correlation_id": PERSON} for one in (request, edited)]
+    )
+    log.bury(
+        [{"message_id": request, "resolution": "replaced", "replaced_by": edited,
+          "resolved_at": LONG_AGO}]
+    )  # fmt: skip
     log.insert(
         "django_txmsg_run",
         [{"id": 1, "run_id": uuid.uuid4(), "service": "shop", "flow": "f", "key": "",
@@ -142,14 +148,16 @@ def test_erase_leaves_the_record_of_work_that_an_open_run_may_undo(log: Log) -> 
           "cancels": False, "answered": False, "request_id": request}],
     )  # fmt: skip
     with closing(connect_plain(log.spec)) as connection:
-        assert messages_named(connection, [], [PERSON]) == {str(request)}
-        erase = partial(erase_rows, connection, RELATIONS["inbox"], [str(request)])
+        ids = sorted(messages_named(connection, [], [PERSON]))
+        assert ids == sorted([str(request), str(edited)])
+        tables = [*RELATIONS["inbox"], *RELATIONS["dead_letters"]]
+        erase = partial(erase_rows, connection, tables, ids)
 
         assert not any(erase(dry_run=True).values())
         assert not any(erase(dry_run=False).values())
-        assert log.count("django_txmsg_inboxmessage") == 1
+        assert log.count("django_txmsg_inboxmessage") == 2
         log.execute("UPDATE django_txmsg_flowundo SET confirmed_at = created_at")
-        assert sum(erase(dry_run=False).values()) == 1
+        assert sum(erase(dry_run=False).values()) == 3
 
 
 def test_erasing_a_person_includes_the_files(

@@ -23,7 +23,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import types as t
 
 from ... import wire
-from ...rules import inbox
+from ...rules import dead_letters, inbox
 from ..batchlog import BatchLog
 from ..connection import Connection, connect_plain
 from ..engine import gather
@@ -119,7 +119,7 @@ def erase_rows(
             where = _where(connection, relation, part)
             counts[relation] += _changed(connection, dry_run, relation, where)
             if relation == _INBOX and not dry_run:
-                _let_go(connection, where)
+                _let_go(connection, _where(connection, "", part))
     return counts
 
 
@@ -182,7 +182,7 @@ def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
     if connection.vendor == "sqlite" and relation != _QUEUE:
         texts = [one.replace("-", "") for one in texts]
     listed = ", ".join(f"'{one}'" for one in texts)
-    return _CONDITIONS.get(relation, "message_id IN ({ids})").format(
+    return _CONDITIONS.get(relation, _BY_ID).format(
         ids=listed,
         header=_header(connection, wire.MESSAGE_ID),
         ended=_ENDED,
@@ -198,11 +198,13 @@ def _header(connection: Connection, name: str) -> str:
 
 #: The ended runs of flows: an open run is needed until it ends.
 _ENDED = f"SELECT id FROM {_RUN} WHERE ended_at IS NOT NULL"
+_BY_ID = "message_id IN ({ids})"
 #: The condition for the rows that belong to messages, by default their message id.
 _CONDITIONS = {
     _QUEUE: "{header} IN ({ids})",
     # An open run cannot undo a request if the record of its work is gone.
-    _INBOX: "message_id IN ({ids}) AND " + (~inbox.MAY_BE_UNDONE).sql(),
+    _INBOX: _BY_ID + " AND " + (~inbox.MAY_BE_UNDONE).sql(),
+    "django_txmsg_deadletter": _BY_ID + " AND " + (~dead_letters.MAY_BE_UNDONE).sql(),
     RESPONSES: "session_id IN ({ids}) AND (body IS NOT NULL OR headers <> '[]')",
     "django_txmsg_flowstep": "run_id IN ({own})"
     " OR message_id IN ({ids}) AND run_id IN ({ended})",
