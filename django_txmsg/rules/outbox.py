@@ -64,6 +64,9 @@ _MAY_BE_UNDONE = (
     Rule("{expires_at} IS NOT NULL AND {expires_at} >= {cutoff}") & flows.MAY_UNDO
 )
 
+#: It was sent, or may have been, and the undo waits for its expiry.
+UNDO_WAITS = ~PENDING & _MAY_BE_UNDONE
+
 #: It may be deleted or archived. Worded so that no index matches: callers page by the
 #: primary key, and a planner that chose a BRIN index would read all of it for each
 #: page.

@@ -125,15 +125,8 @@ def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> 
     assert log.count("django_txmsg_keytail") == 0
 
 
-def test_erase_leaves_the_record_of_work_that_an_open_run_may_undo(log: Log) -> None:
-    request, edited = uuid.uuid4(), uuid.uuid4()
-    log.receive(
-        [{"message_id": one, "correlation_id": PERSON} for one in (request, edited)]
-    )
-    log.bury(
-        [{"message_id": request, "resolution": "replaced", "replaced_by": edited,
-          "resolved_at": LONG_AGO}]
-    )  # fmt: skip
+def add_undo(log: Log, request: uuid.UUID) -> None:
+    """Store an open run that may undo a request."""
     log.insert(
         "django_txmsg_run",
         [{"id": 1, "run_id": uuid.uuid4(), "service": "shop", "flow": "f", "key": "",
@@ -147,6 +140,34 @@ def test_erase_leaves_the_record_of_work_that_an_open_run_may_undo(log: Log) -> 
         [{"run_id": 1, "number": 1, "destination": "d", "body_type": "", "body": b"1",
           "cancels": False, "answered": False, "request_id": request}],
     )  # fmt: skip
+
+
+def test_erase_leaves_a_sent_request_until_its_undo_need_not_wait(log: Log) -> None:
+    """The undo of a foreign request is sent when the request has expired."""
+    request, later = uuid.uuid4(), LONG_AGO.replace(year=9000)
+    log.send([{"message_id": request, "expires_at": later}])
+    add_undo(log, request)
+    with closing(connect_plain(log.spec)) as connection:
+        erase = partial(erase_rows, connection, RELATIONS["outbox"], [str(request)])
+
+        assert not any(erase(dry_run=True).values())
+        assert not any(erase(dry_run=False).values())
+        log.execute("UPDATE django_txmsg_outboxmessage SET expires_at = created_at")
+        assert sum(erase(dry_run=False).values()) == 1
+        log.send([{"message_id": request, "expires_at": later, "dispatched_at": None}])
+        assert sum(erase(dry_run=False).values()) == 1, "it must not be sent"
+
+
+def test_erase_leaves_the_record_of_work_that_an_open_run_may_undo(log: Log) -> None:
+    request, edited = uuid.uuid4(), uuid.uuid4()
+    log.receive(
+        [{"message_id": one, "correlation_id": PERSON} for one in (request, edited)]
+    )
+    log.bury(
+        [{"message_id": request, "resolution": "replaced", "replaced_by": edited,
+          "resolved_at": LONG_AGO}]
+    )  # fmt: skip
+    add_undo(log, request)
     with closing(connect_plain(log.spec)) as connection:
         ids = sorted(messages_named(connection, [], [PERSON]))
         assert ids == sorted([str(request), str(edited)])

@@ -23,7 +23,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import types as t
 
 from ... import wire
-from ...rules import dead_letters, inbox
+from ...rules import dead_letters, inbox, outbox
 from ..batchlog import BatchLog
 from ..connection import Connection, connect_plain
 from ..engine import gather
@@ -186,6 +186,7 @@ def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
         ids=listed,
         header=_header(connection, wire.MESSAGE_ID),
         ended=_ENDED,
+        now=connection.now,
         own=f"{_ENDED} AND run_id IN ({listed})",
     )
 
@@ -205,6 +206,7 @@ _CONDITIONS = {
     # An open run cannot undo a request if the record of its work is gone.
     _INBOX: _BY_ID + " AND " + (~inbox.MAY_BE_UNDONE).sql(),
     "django_txmsg_deadletter": _BY_ID + " AND " + (~dead_letters.MAY_BE_UNDONE).sql(),
+    _OUTBOX: _BY_ID + " AND " + (~outbox.UNDO_WAITS).sql(cutoff="{now}"),
     RESPONSES: "session_id IN ({ids}) AND (body IS NOT NULL OR headers <> '[]')",
     "django_txmsg_flowstep": "run_id IN ({own})"
     " OR message_id IN ({ids}) AND run_id IN ({ended})",
