@@ -8,101 +8,41 @@ by the receiver of control messages. Any number of lanes may run at the same tim
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import math
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from django.db import Error as AnyDatabaseError
-from django.db import connections, transaction
 
 from .. import conf, signals, tracing, wire
 from ..brokers import get_broker
 from ..brokers.base import Outgoing, Session
 from ..errors import BrokerError, BrokerUnavailable, ConfigurationError
-from ..models import KeyTail, OutboxMessage
-from ..models.fields import limit_waits
-from ..models.outbox import Chain, OutboxManager
+from ..models import OutboxMessage
+from ..models.outbox import OutboxManager
 from ..models.outbox_claim import Claimed
+from ..runtime import database_health
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
 from .limits import Budget, Part, Trial, Turn, pauses
+from .linking import link
 from .settlement import Receipts, Settlement, judge, split
 
 #: Longest wait, in seconds, for another relay that links messages of the same keys.
 LINK_WAIT = 1.0
+#: The same for each key if the keys of a batch are linked one by one.
+KEY_WAIT = 0.01
 
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
-
-
-def link(
-    claimed: Sequence[Claimed], token: uuid.UUID, *, using: str, broker: str
-) -> list[Claimed]:
-    """For each message that has a key, store a link to its predecessor, the previous
-    message of its key. Return the messages, with these links in their headers.
-
-    Expired messages get no link. If the lease on any of the messages to be linked has
-    ended, this function stores no link, and returns only the other messages.
-
-    The commit waits for the disk: if a crash lost the commit, two messages could get
-    the same predecessor.
-    """
-    chains: dict[Chain, list[Claimed]] = {}
-    for row in claimed:
-        if row.unlinked and not row.expired:
-            chains.setdefault((row.destination, row.key), []).append(row)
-    if not chains:
-        return list(claimed)
-    links = _link(chains, token, using, broker)
-    if links is None:
-        return [row for row in claimed if not row.unlinked or row.expired]
-    return [_linked(row, links[row.id]) if row.id in links else row for row in claimed]
-
-
-def _link(
-    chains: dict[Chain, list[Claimed]], token: uuid.UUID, using: str, broker: str
-) -> dict[int, str | None] | None:
-    """Store the links, and return them by the ids of the rows. Returns None if the
-    lease has ended: another relay may have linked the same messages."""
-    links: dict[int, str | None] = {}
-    ends = {chain: uuid.UUID(rows[-1].message_id) for chain, rows in chains.items()}
-    longest = max(map(len, chains.values()))
-    with transaction.atomic(using=using):
-        # A relay that was stopped in the middle of this keeps its locks.
-        limit_waits(connections[using], LINK_WAIT)
-        joints = KeyTail.objects.db_manager(using).advance(broker, ends, longest)
-        for chain, rows in chains.items():
-            joint = joints[chain]
-            before: uuid.UUID | str | None = joint.previous_id
-            at = joint.previous_at
-            for place, row in enumerate(rows, joint.last_at - len(rows) + 1):
-                links[row.id] = _text(before, at)
-                before, at = row.message_id, place
-        outbox = OutboxMessage.objects.db_manager(using)
-        if outbox.link(links, token, wire.AFTER) < len(links):
-            transaction.set_rollback(True, using=using)
-            return None
-    return links
-
-
-def _text(before: uuid.UUID | str | None, at: int | None) -> str | None:
-    if before is None or at is None:
-        return None
-    instant = _EPOCH + dt.timedelta(microseconds=at)
-    return f"{before};at={wire.format_instant(instant)}"
-
-
-def _linked(row: Claimed, after: str | None) -> Claimed:
-    headers = row.headers if after is None else {**row.headers, wire.AFTER: after}
-    return row._replace(headers=headers, unlinked=False)
-
+_by_id, _by_key = attrgetter("id"), attrgetter("key")
 
 Claim = Callable[[str | None], list[Claimed]]
 
@@ -216,7 +156,9 @@ class Lane:
     def dispatch(
         self, *, ids: list[int] | None = None, session_id: uuid.UUID | None = None
     ) -> int:
-        """Claim, send and settle one batch. Returns the number of claimed rows.
+        """Claim, send and settle one batch. Returns the number of claimed rows. With
+        `ids` or `session_id`, rows that were released because another relay links
+        messages of their keys do not count.
 
         If a destination currently accepts no messages, the lane pauses the destination
         and releases its rows. If the broker is unavailable, the lane releases all rows
@@ -283,20 +225,46 @@ class Lane:
                 self._work(claimed, settlement)
         finally:
             self.in_flight = 0
-        return len(held)
+        # The relay claims rows with a locked key again. Other callers, which dispatch
+        # the same rows until none is left, leave these rows to the relay.
+        every = all(one is None for one in wanted)
+        return len(held if every else claimed)
 
     def _linked(
         self, claimed: list[Claimed], token: uuid.UUID, settlement: Settlement
     ) -> list[Claimed]:
-        """Link the messages, and return them. If the database refuses that, release the
-        messages of the keys in question, send the others, and raise the error."""
+        """Link the messages, and return them. If another relay has locked the places of
+        some keys, release the messages of these keys, and return the others. If the
+        database refuses the links, release the messages of the keys in question, send
+        the others, and raise the error."""
         try:
-            return link(claimed, token, using=self.using, broker=self.broker_alias)
-        except AnyDatabaseError:
+            return self._link(claimed, token, LINK_WAIT)
+        except AnyDatabaseError as error:
             keys = {row.key for row in claimed if row.unlinked}
-            settlement.give_back([row for row in claimed if row.key in keys])
-            self._work([row for row in claimed if row.key not in keys], settlement)
-            raise
+            ready = [row for row in claimed if row.key not in keys]
+            rows = [row for row in claimed if row.key in keys]
+            if not database_health.gave_up_waiting(error):
+                settlement.give_back(rows)
+                self._work(ready, settlement)
+                raise
+        rows.sort(key=_by_key)
+        locked: list[Claimed] = []
+        for _, group in groupby(rows, _by_key):
+            same = list(group)
+            try:
+                ready += self._link(same, token, KEY_WAIT)
+            except AnyDatabaseError as error:
+                locked += same
+                why = error
+        if locked:
+            log.warning("%d messages with a key wait for a lock: %s", len(locked), why)
+            settlement.give_back(locked, last=True)
+        return sorted(ready, key=_by_id)
+
+    def _link(
+        self, rows: list[Claimed], token: uuid.UUID, wait: float
+    ) -> list[Claimed]:
+        return link(rows, token, using=self.using, broker=self.broker_alias, wait=wait)
 
     def held_back(self, ids: list[int]) -> list[int]:
         """Return the ids of the due rows among `ids` that have a key, together with the

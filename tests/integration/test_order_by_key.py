@@ -8,10 +8,13 @@ import random
 import threading
 import uuid
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import psycopg
 import pytest
-from django.db import OperationalError, connection, transaction
+from django.db import connection, transaction
 from django.db.models.functions import Now
 
 from django_txmsg import cancel_message
@@ -20,6 +23,8 @@ from django_txmsg.errors import DispatchRejected
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.outbox_claim import Claimed
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.relaying import lane as lanes
+from django_txmsg.relaying.dispatcher import dispatch_inline
 from django_txmsg.relaying.lane import Lane, Sweep
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_message, send_messages
@@ -141,26 +146,71 @@ def test_messages_behind_a_locked_one_do_not_hold_the_floor() -> None:
     assert floors[1] > an_hour_ago
 
 
-@pytest.mark.postgresql
-def test_messages_that_cannot_be_linked_are_released_and_others_leave() -> None:
-    """A relay that was stopped in the middle of linking keeps its locks."""
+@contextmanager
+def stopped_relay() -> Iterator[None]:
+    """Link messages of the keys "a" and "new", and do not commit before the block ends.
+    The key "a" had messages before."""
     store(["a"])
     ship()
-    store(["a", None, None])
-    tails: Any = connection.copy()
-    tails.set_autocommit(False)
-    try:
-        with tails.cursor() as cursor:
-            cursor.execute("SELECT 1 FROM django_txmsg_keytail FOR UPDATE")
-            assert cursor.rowcount == 1
-        with pytest.raises(OperationalError, match="lock timeout"):
-            ship()
+    with psycopg.connect(**connection.get_connection_params()) as tails:
+        tails.execute(
+            "SELECT 1 FROM django_txmsg_keytail WHERE key = 'a' FOR UPDATE",
+        )
+        tails.execute(
+            "INSERT INTO django_txmsg_keytail (broker, destination, key, last_id,"
+            " last_at) VALUES ('default', 'tests.q', 'new', gen_random_uuid(), 1)"
+        )
+        try:
+            yield
+        finally:
+            tails.rollback()
+
+
+@pytest.mark.postgresql
+def test_messages_of_a_locked_key_are_released_and_others_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A relay that was stopped in the middle of linking keeps its locks. The messages
+    of its keys fill a batch."""
+    monkeypatch.setattr(lanes, "LINK_WAIT", 0.1)
+    with stopped_relay():
+        store(["a", "new", "a", "a", "b", "c", None, "b"])
+        with txmsg(RELAY={**IMPATIENT["RELAY"], "BATCH_SIZE": 4}):
+            lane = Lane("default", "default")
+            try:
+                wait_until(lambda: lane.dispatch() and len(queued()) == 5)
+            finally:
+                lane.close()
         assert not OutboxMessage.objects.filter(lease_token__isnull=False).exists()
-        assert queued() == [0, 1, 2]
-    finally:
-        tails.close()
+        assert queued()[0] == 0
+        assert sorted(queued()[1:]) == [4, 5, 6, 7]
+        assert queued().index(4) < queued().index(7)
+        ids = list(OutboxMessage.objects.values_list("id", flat=True))
+        dispatch_inline("default", "default", ids)
     ship()
-    assert queued() == [0, 1, 2, 0]
+    assert [one for one in queued()[5:] if one != 1] == [0, 2, 3]
+    assert len(queued()) == 9
+
+
+@pytest.mark.postgresql
+def test_a_relay_with_once_waits_for_the_links_of_another_relay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lanes, "LINK_WAIT", 0.1)
+    ended = threading.Event()
+
+    def run() -> None:
+        Relay(["default"], ["default"], lanes=1).run(once=True)
+        ended.set()
+
+    thread = threading.Thread(target=run)
+    with stopped_relay():
+        store(["a"])
+        thread.start()
+        wait_until(lambda: caplog.text.count("wait for a lock") > 1)
+    thread.join(30)
+    assert ended.is_set()
+    assert queued() == [0, 0]
 
 
 def test_a_leased_message_holds_back_its_key() -> None:
