@@ -575,6 +575,30 @@ def test_refused_rows_are_reported_although_the_round_did_not_end(
     assert firing["refused"] == 1
 
 
+def test_verify_is_started_beside_another_archive_if_there_is_a_lake(
+    make_log: Callable[..., Log], lake: LakeSpec, monkeypatch
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(10)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    options, spec = (
+        but(OPTIONS, verify_every=timedelta(days=7)),
+        JobSpec((log.spec,), lake),
+    )
+    follower = Follower(spec, options, None, threading.Event(), say=print)
+    for job in ("", "verify"):
+        with (
+            log.connected() as connection,
+            recorded(spec, "follow", {}) as run,
+            archiving(connection, log.spec, "outbox"),
+        ):
+            follower._round(connection, run)
+        assert follower.archive_lock.tries
+        assert follower.beside.job == job
+        round_of(log, lake)
+    follower.beside.stop()
+
+
 def test_job_that_cannot_be_started_is_reported_and_holds_up_no_alert(
     make_log: Callable[..., Log], lake: LakeSpec, monkeypatch
 ) -> None:

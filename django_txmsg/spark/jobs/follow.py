@@ -24,6 +24,7 @@ from ..alerts import Alerts, Telling
 from ..batchlog import is_mounted
 from ..connection import Connection, connect_plain
 from ..errors import UsageError
+from ..lake import Lake
 from ..lock import Archiving, Taken, following, storing
 from ..noted import Noted, last_run
 from ..progress import Step, no_step
@@ -253,7 +254,6 @@ class Follower:
         if self.store.tries or not busy.tries:
             error = self.store.error or "The archive goes on."
             weigh("lake", self.store.seconds, away, error)
-        # Its archive has found the lake, or created it.
         whole = not (self.store.tries or busy.tries)
         if whole:
             name = max(found, key=lambda one: found[one].held.seconds)
@@ -275,7 +275,10 @@ class Follower:
         words: tuple[str, ...] = ()
         if self._due(connection, "reconcile", self.given.reconcile_every):
             words = ("reconcile", *self.reconcile_words())
-        elif whole and self._due(connection, "verify", self.given.verify_every):
+        elif (
+            self._due(connection, "verify", self.given.verify_every)
+            and self._archived()
+        ):
             words = ("verify",)
         elif request := next_request(connection, self.source):
             words = ("replay", "--request", request)
@@ -317,6 +320,13 @@ class Follower:
         known = Alerts(connection, self.source.service).read()
         failures = sum(one.value for one in known if one.name == "reconcile")
         weigh("reconcile", failures + 1, 1, error)
+
+    def _archived(self) -> bool:
+        """Return whether a lake exists and can be read now, whoever archives into
+        it."""
+        with suppress(Exception):  # there is none yet, or it has just gone
+            return not self.store.tries and bool(Lake(self.lake))
+        return False
 
     def _verified(self, connection: Connection, weigh: Callable[..., None]) -> None:
         """Record the result of the last `verify` as a measured value. An operator may
