@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 import uuid
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs.follow import Follower
 from django_txmsg.spark.lock import Taken, alive, archiving, erasure, storing
-from django_txmsg.spark.runs import next_request
+from django_txmsg.spark.runs import next_request, recorded
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
 from tests.spark.archives import archive
@@ -149,6 +150,45 @@ def test_follow_runs_a_due_reconcile_after_the_end_of_an_erasure(
         finally:
             stop.set()
             rounds.join()
+
+
+@everywhere
+def test_no_erasure_begins_until_a_job_of_follow_has_ended(
+    log: Log, lake: LakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job takes its own lock only after Spark has started. Here, Spark does not
+    start, and the job fails."""
+    over, python = tmp_path / "over", tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nuntil [ -e '{over}' ]; do sleep 0.1; done\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    stop = threading.Event()
+    options = but(OPTIONS, reconcile_every=timedelta(hours=1))
+    follower = Follower(JobSpec((log.spec,), lake), options, None, stop, say=print)
+
+    def rounds() -> int:
+        return follower.run.counts.get("rounds", 0) if follower.run else 0
+
+    working = threading.Thread(target=follower.work)
+    working.start()
+    with closing(connect_plain(log.spec)) as connection:
+
+        def erasable() -> bool:
+            with suppress(Taken), erasure(connection, log.spec):
+                return True
+            return False
+
+        try:
+            wait_until(lambda: follower.beside.job == "reconcile")
+            before = rounds()
+            wait_until(lambda: rounds() > before + 1)
+            assert not erasable()
+            with recorded(follower.spec, "reconcile", {}):
+                over.touch()  # and it is not due again
+            wait_until(erasable)
+        finally:
+            stop.set()
+            working.join()
 
 
 @everywhere

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from ...webhook import KEY_VARIABLE, NoWebhook, Webhook
@@ -109,6 +109,8 @@ class Follower:
         self.beside = SparkProcess(spec, given.conf)
         self.telling = Telling(self.source.service, webhook, stop, self.say)
         self.run: Run | None = None
+        #: The lock against erasures, while a job runs in the Spark process.
+        self.unerased = ExitStack()
 
     def work(self) -> None:
         """Run rounds until stopped, or only one round if `once` is true. Raises
@@ -136,6 +138,7 @@ class Follower:
             connect_plain(self.source) as connection,
             following(connection, self.source),
             recorded(self.spec, "follow", recordable_options(self.given)) as run,
+            self.unerased,
         ):
             self.run = run
             self.follow_lock.over()
@@ -283,9 +286,12 @@ class Follower:
         elif request := next_request(connection, self.source):
             words = ("replay", "--request", request)
         if words:
-            # While an erasure runs, the job waits.
-            with suppress(Taken), storing(connection, self.source):
+            # While an erasure runs, the job waits. None may begin while Spark starts.
+            with suppress(Taken):
+                self.unerased.enter_context(storing(connection, self.source))
                 self.beside.start(*words)
+                if words == ("verify",):  # it reads for long, and stores no message
+                    self.unerased.close()
 
     def reconcile_words(self) -> list[str]:
         """Return the arguments of the next `reconcile`. It also judges the messages
@@ -307,6 +313,7 @@ class Follower:
         facts = self.beside.poll()
         if facts is None:
             return
+        self.unerased.close()
         job, error = facts["job"], facts.get("error")
         if error is not None:
             self.say(f"{job} has failed: {error}")

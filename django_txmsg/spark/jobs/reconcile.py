@@ -421,9 +421,9 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Non
     an erasure is running: findings could name erased messages."""
     source = spec.service()
     with (
-        job_session(given) as spark,
         connect_plain(source) as connection,
         storing(connection, source),
+        job_session(given) as spark,
     ):
         found = run_reconcile(spark, spec, given, run)
     lines = run.lines
