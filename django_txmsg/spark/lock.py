@@ -11,7 +11,6 @@ import glob
 import os
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -116,13 +115,12 @@ def _alone(
 @contextmanager
 def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
     """Hold a lock while a run is in progress. `PipelineRun.interrupted` checks this
-    lock. If another process carries out the same request, say so, and wait for its
-    end."""
+    lock. If another process holds it, say so, and wait for its end."""
     with connect_plain(spec) as connection:
         if spec.vendor == "postgresql":
             number, key = "hashtextextended(%s, 0)", f"django_txmsg/run/{run_id}"
             if not connection.value(f"SELECT pg_try_advisory_lock({number})", key):
-                _tell_wait(connection, run_id)
+                _tell_wait(run_id)
                 connection.rows(f"SELECT pg_advisory_lock({number})", key)
             yield
             return
@@ -140,7 +138,7 @@ def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                _tell_wait(connection, run_id)
+                _tell_wait(run_id)
                 fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 yield
@@ -148,10 +146,9 @@ def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
                 lock.unlink(missing_ok=True)
 
 
-def _tell_wait(connection: Connection, run_id: str) -> None:
-    sql = "SELECT started_at FROM django_txmsg_pipelinerun WHERE id = %s"
-    since = str(connection.value(sql, uuid.UUID(run_id)))[:19]
+def _tell_wait(run_id: str) -> None:
+    # The admin holds the lock, too, for a moment.
     sys.stderr.write(
-        f"Waiting for another process, which carries out the request {run_id} since "
-        f"{since} UTC.\n"
+        f"Waiting for the lock of run {run_id}: another process holds it, for example "
+        "`follow`, which carries out the same request.\n"
     )
