@@ -203,7 +203,9 @@ def run_reconcile(
         there += counted_places(lines)
         now = max(one.taken for one in log.live)
         heard = [] if log.lake is None else kept_listeners(log.lake)
-        ran = [] if ended_runs(log).isEmpty() else [spec.service().service]
+        # A run without Django knows no stages, and has recorded none.
+        ended = ended_runs(log).where("options LIKE '%\"declares_stages\": true%'")
+        ran = [] if ended.isEmpty() else [spec.service().service]
         listening = listeners(heard, there, spec.subscriptions, now, ran)
         expected = spark.createDataFrame(
             [dataclasses.astuple(one) for one in listening.expected], EXPECTED
@@ -269,6 +271,9 @@ def run_reconcile(
             judged = min(by.horizon, by.stuck_before)
             services = sorted({one.service for one in spec.services})
             run.options |= {"services": services, "judged_until": judged.isoformat()}
+            # Django's settings always have a retention, even if there are no stages.
+            declares = bool(spec.subscriptions or spec.retention)
+            run.options["declares_stages"] = declares
             describe(spec.service(), run)
         for one in (listed, outcomes):
             one.unpersist()
