@@ -644,6 +644,10 @@ def test_alert_of_failed_reconciliations_goes_on_after_a_restart(
         working.start()
         try:
             wait_until(lambda: "cannot be started" in log.value(summary), deadline=60)
+            # `follow` tells of it at the end of the round: after a stop, it would not.
+            assert follower.run
+            begun = follower.run.counts["rounds"]
+            wait_until(lambda: follower.run.counts["rounds"] > begun + 1)
         finally:
             stop.set()
             working.join()
