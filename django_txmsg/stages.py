@@ -23,7 +23,7 @@ from .envelope.stage_options import Rate, TransactionMode, check_mode
 from .envelope.stage_options import TransactionDefinition as TransactionDefinition
 from .envelope.typed_body import BodyReader
 from .errors import ConfigurationError
-from .sending import undoing, unique
+from .sending import pending, undoing, unique
 from .sending.answering import replying
 from .sending.destination import Destination
 from .sending.outbox import destination_name
@@ -382,6 +382,15 @@ def _recorded(destination: str, broker: str) -> set[str]:
 
 
 unique.recorded_by(_recorded)
+
+
+def _receivers(destination: str, broker: str, using: str) -> list[str]:
+    known = _known()
+    names = consumers(destination, broker)
+    return [name for name in names if known[name].definition.using == using]
+
+
+pending.received_by(_receivers)
 
 
 def _named(destination: Any) -> str:

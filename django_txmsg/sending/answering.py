@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,9 +142,12 @@ def replying(handler: Handler, annotation: Any, broker: str) -> Handler:
     return handle
 
 
-def answer_dead(request: DeadLetter, reason: str, *, using: str) -> None:
+def answer_dead(
+    request: DeadLetter, reason: str, *, using: str, receivers: Iterable[str] = ()
+) -> None:
     """Report to the requester that no stage will process a request, and ensure that no
-    stage processes it. Runs inside the open transaction.
+    stage processes it. Runs inside the open transaction. `receivers` are stages at
+    which the request may still arrive.
 
     If an operator can still redeliver the request, no answer is sent. But if the
     requester is a gather that holds back further requests, the gather gets `Buried`. If
@@ -171,7 +174,8 @@ def answer_dead(request: DeadLetter, reason: str, *, using: str) -> None:
         rows = inbox.filter(message_id=request.message_id)
         if rows.exclude(processed_at=None, revoked_at=None).exists():
             return
-        stages = list(rows.values_list("stage", flat=True))
+        stages = sorted({*rows.values_list("stage", flat=True), *receivers})
     # False if a stage has processed the request meanwhile, or it is revoked already.
-    if all(inbox.revoke(stage, request.message_id) for stage in stages):
+    place = request.destination
+    if all(inbox.revoke(stage, request.message_id, place) for stage in stages):
         address.send(Dead(reason), using=using, broker=broker)

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import uuid
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
-from django.db import transaction
+from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
 from .. import wire
 from ..envelope.message import check_duration
 from ..errors import MAX_SECONDS, InvalidMessage
 from ..models import DeadLetter, OutboxMessage, Run
+from ..models.fields import limit_waits
 from ..models.run import WaitsFor
+from ..runtime import database_health
 from . import answering
 from .scope import alias_of, current_scope, in_scope
 from .storing import after_commit
+
+log = logging.getLogger("django_txmsg.flows")
+
+#: Longest wait, in seconds, for a stage that is processing a cancelled request.
+PATIENCE = 1.0
+
+_receivers: list[Callable[[str, str, str], Iterable[str]]] = []
+
+
+def received_by(receivers: Callable[[str, str, str], Iterable[str]]) -> None:
+    """Register a function that returns the stages of this project that receive what is
+    sent to a destination. The function is called with the destination, its broker, and
+    the database that the stages use."""
+    _receivers.append(receivers)
 
 
 def cancel_message(
@@ -34,9 +52,10 @@ def cancel_message(
     message of a run that start() has stored.
 
     If a run of a flow or a flow batch waits for the answer to the message, the answer
-    is `Dead("cancelled")`. If a relay has sent the message before and received no
-    answer from the broker, the message may arrive although it is cancelled. Raises
-    InvalidMessage if the id is not a UUID.
+    is `Dead("cancelled")`, unless a stage is processing the message. If a relay has
+    sent the message before and received no answer from the broker, the message may
+    arrive although it is cancelled. If it is a request, the stages of this project that
+    use this database drop it then. Raises InvalidMessage if the id is not a UUID.
     """
     alias = _alias(message_id, using)
     rows = OutboxMessage.objects.db_manager(alias)
@@ -60,11 +79,41 @@ def cancel_message(
 def _answer_dead(row: OutboxMessage, using: str) -> None:
     """Answer a cancelled message if it is a request. If its gather still held it back,
     the answer lets no other request leave: it was not one of those on their way."""
+    if not wire.is_request(row.headers):
+        return
     headers = {**row.headers, wire.CORRELATION_ID: row.correlation_id}
-    if wire.TICKET in headers and row.due_at == row.expires_at:
+    if row.due_at == row.expires_at:
         headers[wire.TICKET] = headers[wire.TICKET].partition("-")[0]
-    request = DeadLetter(message_id=row.message_id, broker=row.broker, headers=headers)
-    answering.answer_dead(request, "cancelled", using=using)
+    place, broker = row.destination, row.broker
+    request = DeadLetter(
+        message_id=row.message_id, broker=broker, destination=place, headers=headers
+    )
+    stages = [name for one in _receivers for name in one(place, broker, using)]
+    try:
+        with transaction.atomic(using=using), _limited_waits(using):
+            answering.answer_dead(request, "cancelled", using=using, receivers=stages)
+    except InvalidMessage as error:  # its broker is no longer in BROKERS, say
+        log.warning("request %s is cancelled unanswered: %s", row.message_id, error)
+    except OperationalError as error:
+        if not database_health.gave_up_waiting(error):
+            raise
+        log.info("request %s has arrived: its stage will answer", row.message_id)
+
+
+@contextmanager
+def _limited_waits(using: str) -> Iterator[None]:
+    """Limit how long the statements in this block wait for a lock, but not the later
+    statements of the caller's transaction."""
+    connection = connections[using]
+    if connection.vendor != "postgresql":
+        yield
+        return
+    with connection.cursor() as cursor:
+        cursor.execute("SHOW lock_timeout")
+        usual = cursor.fetchone()
+        limit_waits(connection, PATIENCE)
+        yield
+        cursor.execute("SELECT set_config('lock_timeout', %s, true)", usual)
 
 
 def reschedule_message(

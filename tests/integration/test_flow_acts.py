@@ -34,6 +34,7 @@ from django_txmsg.models import (
     Run,
 )
 from django_txmsg.models.run import Outcome, WaitsFor
+from django_txmsg.sending import pending
 from django_txmsg.testing import drain
 from tests.docs.pages import ROOT
 from tests.running import committing, declared, put, ship, txmsg
@@ -566,6 +567,68 @@ def test_cancel_in_a_stage_that_sends_by_its_broker_is_answered_if_it_fails() ->
     drain()
 
     assert json.loads(again(run).answer) == "Dead cancelled"
+
+
+def test_request_that_arrives_after_its_cancel_is_not_executed() -> None:
+    """A relay has sent the request and received no answer from the broker."""
+    run = begin()
+    ship()
+    take(stages.find(["acts.trip"])[0])
+    ship()
+    rows = OutboxMessage.objects.filter(message_id=again(run).request_id)
+    rows.update(dispatched_at=None)
+
+    assert cancel_message(rows.get().message_id)
+    drain()
+
+    assert json.loads(again(run).answer) == "Dead cancelled"
+    assert Shop.did == []
+
+
+@pytest.mark.postgresql
+def test_cancel_does_not_wait_for_the_handler_of_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stage answers, and the later statements of the view wait as long as before.
+    The first time, the handler's row is new, and no other transaction sees it."""
+    monkeypatch.setattr(pending, "PATIENCE", 0.1)
+    run = begin()
+    ship()
+    take(stages.find(["acts.trip"])[0])
+    row = OutboxMessage.objects.get(message_id=again(run).request_id)
+    handler: Any = connection.copy()
+    handler.set_autocommit(False)
+    try:
+        with handler.cursor() as cursor:
+            cursor.execute(
+                "INSERT INTO django_txmsg_inboxmessage (stage, message_id, destination,"
+                " correlation_id, service, deliveries, attempts, first_received_at,"
+                " last_received_at, last_error) VALUES ('acts.book', %s, 'acts.book',"
+                " '', '', 1, 1, now(), now(), '')",
+                [row.message_id],
+            )
+        with transaction.atomic():
+            assert cancel_message(row.message_id)
+            with connection.cursor() as cursor:
+                cursor.execute("SHOW lock_timeout")
+                assert cursor.fetchone() == ("0",)
+    finally:
+        handler.close()
+    row.refresh_from_db()
+    assert row.cancelled_at is not None
+    assert not OutboxMessage.objects.filter(destination="acts.trip.steps").exists()
+
+
+def test_request_of_a_removed_broker_can_be_cancelled() -> None:
+    run = begin()
+    ship()
+    take(stages.find(["acts.trip"])[0])
+    rows = OutboxMessage.objects.filter(message_id=again(run).request_id)
+    rows.update(broker="removed")
+
+    assert cancel_message(rows.get().message_id)
+    assert rows.get().cancelled_at is not None
+    assert not OutboxMessage.objects.filter(destination="acts.trip.steps").exists()
 
 
 def test_request_that_has_arrived_is_not_executed_after_its_cancel() -> None:
