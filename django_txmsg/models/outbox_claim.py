@@ -294,16 +294,16 @@ class ClaimingManager(SqlManager):
         """Change rows that are still pending and belong to this lease."""
         connection, table = connections[self.db], self._table
         condition, id_values = self._sql.ids("id", ids)
-        if skip_locked:
-            free = f"SELECT id FROM {table} WHERE {condition} {self._sql.skip_locked}"  # noqa: S608 - constants only
-            condition = f"id IN ({free})"
         assignments = assignments.replace("{now}", self._sql.now)
         # If a crash loses this, the message is sent again, with the same id.
         no_wait, waits_not = no_wait_sql(connection)
-        pending = PENDING_OTHERWISE.sql()
+        leased = f"{condition} AND lease_token = %s AND {PENDING_OTHERWISE.sql()}"
+        if skip_locked:
+            free = f"SELECT id FROM {table} WHERE {leased} {self._sql.skip_locked}"  # noqa: S608 - constants only
+            leased = f"id IN ({free})"
         return self._changed(
-            f"{no_wait} UPDATE {table} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
-            f" AND lease_token = %s AND {pending} AND {waits_not}",
+            f"{no_wait} UPDATE {table} SET {assignments} WHERE {leased}"  # noqa: S608 - constants only
+            f" AND {waits_not}",
             [*values, *id_values, token.hex],
         )
 

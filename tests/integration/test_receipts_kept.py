@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -220,6 +221,24 @@ def test_a_locked_row_does_not_keep_the_leases_of_others_from_being_renewed(
             finally:
                 lane.close()
     assert lane.counts == {"dispatched": COUNT}
+
+
+def test_a_renewal_does_not_lock_settled_rows() -> None:
+    token = uuid.uuid4()
+    outbox = OutboxMessage.objects
+    rows = outbox.claim(broker="default", token=token, lease=60, limit=COUNT)
+    settled, *others = [row.id for row in rows]
+    outbox.mark_dispatched([settled], token)
+    with (
+        transaction.atomic(),
+        psycopg.connect(**connection.get_connection_params()) as other,
+    ):
+        extended = outbox.extend([settled, *others], token, 60, skip_locked=True)
+        assert extended == len(others)
+        other.execute(
+            "SELECT 1 FROM django_txmsg_outboxmessage WHERE id = %s FOR UPDATE NOWAIT",
+            [settled],
+        )
 
 
 def test_settlements_that_wait_for_a_lock_hold_up_no_other_lane(
