@@ -13,7 +13,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from django.db.models.lookups import IsNull
 from .. import conf
 from ..rules import LEASED, NOT_LEASED, inbox
 from ..rules import outbox as rules
+from ..wire import format_instant
 from .fields import OneOf, SqlManager, not_blank, not_null, read_uuid
 from .inbox import InboxMessage
 from .outbox_claim import ClaimingManager
@@ -323,6 +324,8 @@ class OutboxMessage(models.Model):
 # Hop 3's record: for each key, the last message that was sent to a destination. The
 # relay links each new message of the key to this last message (`relaying/lane.py`).
 
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+
 #: A destination, and a key there.
 Chain = tuple[str, str]
 
@@ -339,6 +342,20 @@ class Joint:
     previous_id: uuid.UUID | None
     previous_at: int | None
     last_at: int
+
+    def links(self, ids: Sequence[str]) -> Iterator[str | None]:
+        """Yield the link of each new message of the chain to its predecessor, in the
+        form of the header, or None for the first message of a key. `ids` are those of
+        the new messages."""
+        before: uuid.UUID | str | None = self.previous_id
+        at = self.previous_at
+        for place, one in enumerate(ids, self.last_at - len(ids) + 1):
+            if before is None or at is None:
+                yield None
+            else:
+                instant = _EPOCH + dt.timedelta(microseconds=at)
+                yield f"{before};at={format_instant(instant)}"
+            before, at = one, place
 
 
 class KeyTailManager(SqlManager):

@@ -17,7 +17,7 @@ from django.db import connections
 
 from .. import rules
 from ..rules.outbox import PENDING, PENDING_OTHERWISE, is_again
-from ..wire import format_instant
+from ..wire import AFTER, format_instant
 from .claiming import UNLIMITED, bounds, claim_sql
 from .fields import SqlManager, no_wait_sql, read_instant
 
@@ -49,6 +49,11 @@ class Claimed(NamedTuple):
     service: str
     #: Whether the broker or the destination has refused it before.
     has_error: bool
+
+    def linked(self, after: str | None) -> Claimed:
+        """Return the row with the link to its predecessor, if it has one."""
+        headers = self.headers if after is None else {**self.headers, AFTER: after}
+        return self._replace(headers=headers, unlinked=False)
 
 
 class ClaimingManager(SqlManager):

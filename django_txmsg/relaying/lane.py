@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import groupby
@@ -22,19 +22,20 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from django.db import Error as AnyDatabaseError
+from django.db import connections, transaction
 
 from .. import conf, signals, tracing, wire
 from ..brokers import get_broker
 from ..brokers.base import Outgoing, Session
 from ..errors import BrokerError, BrokerUnavailable, ConfigurationError
-from ..models import OutboxMessage
-from ..models.outbox import OutboxManager
+from ..models import KeyTail, OutboxMessage
+from ..models.fields import limit_waits
+from ..models.outbox import Chain, OutboxManager
 from ..models.outbox_claim import Claimed
 from ..runtime import database_health
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
 from .limits import Budget, Part, Trial, Turn, pauses
-from .linking import link
 from .settlement import Receipts, Settlement, judge, split
 
 #: Longest wait, in seconds, for another relay that links messages of the same keys.
@@ -43,6 +44,61 @@ LINK_WAIT = 1.0
 KEY_WAIT = 0.01
 
 _by_id, _by_key = attrgetter("id"), attrgetter("key")
+
+
+def link(
+    claimed: Sequence[Claimed],
+    token: uuid.UUID,
+    *,
+    using: str,
+    broker: str,
+    wait: float,
+) -> list[Claimed]:
+    """For each message that has a key, store a link to its predecessor, the previous
+    message of its key. Return the messages, with these links in their headers.
+
+    Expired messages get no link. If the lease on any of the messages to be linked has
+    ended, this function stores no link, and returns only the other messages. Raises
+    OperationalError if it waits for a lock for longer than `wait` seconds.
+    """
+    chains: dict[Chain, list[Claimed]] = {}
+    for row in claimed:
+        if row.unlinked and not row.expired:
+            chains.setdefault((row.destination, row.key), []).append(row)
+    if not chains:
+        return list(claimed)
+    links = _link(chains, token, using, broker, wait)
+    if links is None:
+        return [row for row in claimed if not row.unlinked or row.expired]
+    return [row.linked(links[row.id]) if row.id in links else row for row in claimed]
+
+
+def _link(
+    chains: dict[Chain, list[Claimed]],
+    token: uuid.UUID,
+    using: str,
+    broker: str,
+    wait: float,
+) -> dict[int, str | None] | None:
+    """Store the links, and return them by the ids of the rows. Returns None if the
+    lease has ended: another relay may have linked the same messages. The commit waits
+    for the disk: if a crash lost it, two messages could get the same predecessor."""
+    links: dict[int, str | None] = {}
+    ends = {chain: uuid.UUID(rows[-1].message_id) for chain, rows in chains.items()}
+    longest = max(map(len, chains.values()))
+    with transaction.atomic(using=using):
+        # A relay that was stopped in the middle of this keeps its locks.
+        limit_waits(connections[using], wait)
+        joints = KeyTail.objects.db_manager(using).advance(broker, ends, longest)
+        for chain, rows in chains.items():
+            found = joints[chain].links([row.message_id for row in rows])
+            links |= zip((row.id for row in rows), found, strict=True)
+        outbox = OutboxMessage.objects.db_manager(using)
+        if outbox.link(links, token, wire.AFTER) < len(links):
+            transaction.set_rollback(True, using=using)
+            return None
+    return links
+
 
 Claim = Callable[[str | None], list[Claimed]]
 

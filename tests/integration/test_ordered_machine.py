@@ -40,7 +40,7 @@ from django_txmsg.models.inbox import InboxManager
 from django_txmsg.models.inbox_order import OrderManager
 from django_txmsg.models.outbox_claim import Claimed
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.relaying.linking import link
+from django_txmsg.relaying.lane import link
 from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect
 from tests.running import committing, put, ship, step, thread_of, txmsg
