@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 
 from ...webhook import KEY_VARIABLE, NoWebhook, Webhook
 from .. import alerts
@@ -211,13 +212,10 @@ class Follower:
 
     def _archive(self, found: dict[str, ArchiveResult]) -> None:
         for name, age in self.ages.items():
+            rows, table = self.given.batch_rows, TABLES[name]
+            options = ArchiveOptions(age, rows, batches=1, vacuum=False)
             archiver = Archiver(
-                None,
-                self.source,
-                self.lake,
-                TABLES[name],
-                ArchiveOptions(age, self.given.batch_rows, batches=1, vacuum=False),
-                on_step=self._step,
+                None, self.source, self.lake, table, options, on_step=self._step
             )
             found[name] = archiver.result
             archiver.run()
@@ -275,13 +273,10 @@ class Follower:
         self._ended(connection, weigh)
         if self.given.once or self.beside.job:
             return
-        words: tuple[str, ...] = ()
-        if self._due(connection, "reconcile", self.given.reconcile_every):
+        due, words = partial(self._due, connection), tuple[str, ...]()
+        if due("reconcile", self.given.reconcile_every):
             words = ("reconcile", *self.reconcile_words())
-        elif (
-            self._due(connection, "verify", self.given.verify_every)
-            and self._archived()
-        ):
+        elif due("verify", self.given.verify_every) and self._archived():
             words = ("verify",)
         elif request := next_request(connection, self.source):
             words = ("replay", "--request", request)
@@ -341,12 +336,11 @@ class Follower:
         last = last_run(connection, self.source, "verify")
         if last is None:
             return
+        wrong = last.error
         if last.state == "running":
             if connection.clock() - last.started_at < LONGEST_RUN:
                 return
             wrong = f"It began at {last.started_at:%Y-%m-%d %H:%M} UTC and never ended."
-        else:
-            wrong = last.error
         summary = wrong or "The lake matches its log."
         weigh("verify", len(wrong.splitlines()), 0, summary)
 
