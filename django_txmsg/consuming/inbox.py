@@ -340,6 +340,8 @@ def _given_back(arrival: Arrival) -> Interrupted:
     if record is not None and arrival.token is not None:
         rows.unpark(record.id, arrival.token)
     elif record is not None:
+        # If this fails, the arrival is tried again, and recorded again.
+        arrival.record, arrival.counted = None, False
         rows.unrecord(record.id)
     return Interrupted()
 

@@ -74,6 +74,7 @@ class ClaimingManager(SqlManager):
         larger: bool = True,
         only: str | None = None,
         but: Collection[str] = (),
+        but_keys: Collection[str] = (),
         heads: bool = False,
     ) -> list[Claimed]:
         """Claim due rows for `lease` seconds, the oldest first. No other relay gets
@@ -88,6 +89,7 @@ class ClaimingManager(SqlManager):
           all services are selected.
         - `ids`, `session_id` and the destination `only` narrow the selection.
         - `but` excludes destinations, and rows that must follow an excluded row.
+          `but_keys` excludes keys.
         - `floor` excludes rows that were due before this time, so that a busy relay
           does not scan the rows that it has just settled.
         - `heads` selects, of each key, only the first pending row. So rows behind a row
@@ -124,6 +126,10 @@ class ClaimingManager(SqlManager):
             parameters += values
             condition, blocking = sql.ids("e.destination", but)
             waits += f" OR {condition}"
+        if but_keys:
+            condition, values = sql.ids("c.key", but_keys)
+            narrow += f" AND NOT ({condition})"
+            parameters += values
         parameters += [*stored_by, *blocking]
         held, left = (
             rules.LEASED.sql("e", now=now),

@@ -42,17 +42,14 @@ from .settlement import Receipts, Settlement, judge, split
 LINK_WAIT = 1.0
 #: The same for each key if the keys of a batch are linked one by one.
 KEY_WAIT = 0.01
+#: Seconds for which a lane claims no messages of a key that such a relay has locked.
+KEY_PAUSE = 1.0
 
 _by_id, _by_key = attrgetter("id"), attrgetter("key")
 
 
 def link(
-    claimed: Sequence[Claimed],
-    token: uuid.UUID,
-    *,
-    using: str,
-    broker: str,
-    wait: float,
+    claimed: Sequence[Claimed], token: uuid.UUID, using: str, broker: str, wait: float
 ) -> list[Claimed]:
     """For each message that has a key, store a link to its predecessor, the previous
     message of its key. Return the messages, with these links in their headers.
@@ -206,15 +203,15 @@ class Lane:
         self._held: AbstractSet[str] = frozenset()
         #: ... and those that have refused a message since.
         self._refused: set[str] = set()
+        #: The monotonic time until which the messages of a locked key are not claimed.
+        self.locked: dict[str, float] = {}
         self.counts: Counter[str] = Counter()
         self.in_flight = 0
 
     def dispatch(
         self, *, ids: list[int] | None = None, session_id: uuid.UUID | None = None
     ) -> int:
-        """Claim, send and settle one batch. Returns the number of claimed rows. With
-        `ids` or `session_id`, rows that were released because another relay links
-        messages of their keys do not count.
+        """Claim, send and settle one batch. Returns the number of claimed rows.
 
         If a destination currently accepts no messages, the lane pauses the destination
         and releases its rows. If the broker is unavailable, the lane releases all rows
@@ -233,7 +230,8 @@ class Lane:
                 narrowed = ids is not None or session_id is not None
                 # An empty list means no rows, unlike None.
                 found = None if narrowed and not count else count
-                self._pauses.end_trial(trial, found, self._batch_size)
+                whole = not self.locked
+                self._pauses.end_trial(trial, found, self._batch_size, whole=whole)
             if count:
                 return count
         return self._dispatch(wanted)
@@ -281,10 +279,8 @@ class Lane:
                 self._work(claimed, settlement)
         finally:
             self.in_flight = 0
-        # The relay claims rows with a locked key again. Other callers, which dispatch
-        # the same rows until none is left, leave these rows to the relay.
-        every = all(one is None for one in wanted)
-        return len(held if every else claimed)
+        # A row of a locked key shows nothing about the destination on trial.
+        return len(held if wanted.trial is None else claimed)
 
     def _linked(
         self, claimed: list[Claimed], token: uuid.UUID, settlement: Settlement
@@ -293,8 +289,9 @@ class Lane:
         some keys, release the messages of these keys, and return the others. If the
         database refuses the links, release the messages of the keys in question, send
         the others, and raise the error."""
+        linked = partial(link, token=token, using=self.using, broker=self.broker_alias)
         try:
-            return self._link(claimed, token, LINK_WAIT)
+            return linked(claimed, wait=LINK_WAIT)
         except AnyDatabaseError as error:
             keys = {row.key for row in claimed if row.unlinked}
             ready = [row for row in claimed if row.key not in keys]
@@ -308,19 +305,16 @@ class Lane:
         for _, group in groupby(rows, _by_key):
             same = list(group)
             try:
-                ready += self._link(same, token, KEY_WAIT)
+                ready += linked(same, wait=KEY_WAIT)
             except AnyDatabaseError as error:
                 locked += same
                 why = error
         if locked:
             log.warning("%d messages with a key wait for a lock: %s", len(locked), why)
-            settlement.give_back(locked, last=True)
+            settlement.give_back(locked)
+            until = time.monotonic() + KEY_PAUSE
+            self.locked |= dict.fromkeys((row.key for row in locked), until)
         return sorted(ready, key=_by_id)
-
-    def _link(
-        self, rows: list[Claimed], token: uuid.UUID, wait: float
-    ) -> list[Claimed]:
-        return link(rows, token, using=self.using, broker=self.broker_alias, wait=wait)
 
     def held_back(self, ids: list[int]) -> list[int]:
         """Return the ids of the due rows among `ids` that have a key, together with the
@@ -365,8 +359,11 @@ class Lane:
 
     @property
     def next_trial(self) -> float | None:
-        """Seconds until the next trial of a paused destination, if there is one."""
-        return self._pauses.next_trial()
+        """Seconds until the next trial of a paused destination or of a locked key, if
+        there is one."""
+        trial, now = self._pauses.next_trial(), time.monotonic()
+        waits = [until - now for until in self.locked.values()]
+        return min(waits if trial is None else [trial, *waits], default=None)
 
     def close(self) -> None:
         """Close the session with the broker."""
@@ -394,6 +391,8 @@ class Lane:
         if self._held - held:
             self._sweep.rewind()  # its messages are older than the sweep's place
         self._held = held
+        now = time.monotonic()
+        self.locked = {key: until for key, until in self.locked.items() if until > now}
 
         def claim(floor: str | None, *, heads: bool = False) -> list[Claimed]:
             return self._outbox().claim(
@@ -409,6 +408,7 @@ class Lane:
                 larger=part.larger,
                 only=only,
                 but=held - {only},
+                but_keys=self.locked,
                 heads=heads,
             )
 

@@ -260,10 +260,14 @@ class Pauses:
         for trial in over:
             trial.breaker.worked()
 
-    def end_trial(self, trial: Trial, claimed: int | None, enough: int) -> None:
+    def end_trial(
+        self, trial: Trial, claimed: int | None, enough: int, *, whole: bool = True
+    ) -> None:
         """End a trial. `claimed` is the number of messages in the trial, or None if the
         trial did not finish. The pause ends when the broker has stored a trial of at
-        least `enough` messages, or when the broker's last refusal is some time ago."""
+        least `enough` messages, or when the broker's last refusal is some time ago.
+        With whole=False, due messages were left out, so the pause does not end without
+        any message."""
         over = False
         with self._lock:
             trial.taken = False
@@ -274,7 +278,7 @@ class Pauses:
             if claimed >= trial.limit:
                 over = trial.limit >= enough
                 trial.limit *= 2
-            elif settled:
+            elif settled and (whole or claimed):
                 over = True
             elif not claimed:
                 trial.breaker.rest(IDLE)

@@ -174,7 +174,7 @@ class Relay:
             retry.worked()
             if claimed:
                 continue
-            if once:
+            if once and not lane.locked:
                 return
             self._rest(lane, wakeup, interval)
 

@@ -157,11 +157,10 @@ class Settlement:
         self._lost(len(ids) - len(held))
         return [row for row in rows if row.id in held]
 
-    def give_back(self, rows: Sequence[Claimed], *, last: bool = False) -> None:
-        """Release the unsettled rows. With `last`, they are due after all rows that are
-        due now, so that they cannot fill every batch."""
-        ids, delay = [row.id for row in rows], 1e-6 * last
-        self._fenced(0, lambda: self._outbox().release(ids, self.token, delay=delay))
+    def give_back(self, rows: Sequence[Claimed]) -> None:
+        """Release the unsettled rows."""
+        ids = [row.id for row in rows]
+        self._fenced(0, lambda: self._outbox().release(ids, self.token))
 
     def settle(self, found: Receipts) -> None:
         """Settle the rows. Rows that the broker has confirmed are marked as dispatched.
