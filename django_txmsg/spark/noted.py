@@ -137,9 +137,7 @@ class Noted:
         changes.append("counted = old.counted AND excluded.counted")
         lines = [
             (
-                uuid.uuid5(uuid.NAMESPACE_OID, json.dumps([
-                    self.source.service, *(one[name] for name in KEY)
-                ])), self.source.service,
+                uuid.uuid5(uuid.NAMESPACE_OID, self._digest(one)), self.source.service,
                 one["verdict"], uuid.UUID(one["message_id"]), one["destination"] or "",
                 one["sender"] or "", one["consumer"] or "", one["sent_at"],
                 one["found_at"], seen_at, one["found_at"] < seen_at,

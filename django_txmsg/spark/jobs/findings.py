@@ -138,8 +138,7 @@ def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None
         )
     if given.dry_run:
         there = dataclasses.replace(which, acknowledged=bool(given.reopen))
-        run.rows = len(noted.read(there))
-        verb = "would be"
+        run.rows, verb = len(noted.read(there)), "would be"
     elif given.reopen:
         run.rows, verb = noted.reopen(which), "are"
     else:

@@ -65,8 +65,7 @@ class Outage:
 
     def failed(self, error: Exception) -> None:
         """Record a failed try. If there is no outage yet, one begins."""
-        known = str(error) or type(error).__name__
-        self.error = hidden(known)[:1000]
+        self.error = hidden(str(error) or type(error).__name__)[:1000]
         if not self.tries:
             self._since = time.monotonic()
             self._say(f"{self.what} cannot be used; waiting for it: {self.error}")
@@ -126,7 +125,9 @@ class Follower:
                     if self.given.once or isinstance(error, UsageError):
                         raise
                     if isinstance(error, Taken):
-                        self._stand_by(error)
+                        self._database_back()
+                        self.follow_lock.failed(error)
+                        self.stop.wait(min(30.0, self.given.every.total_seconds()))
                     elif not self.stop.is_set():
                         self._database_away(error)
         finally:
@@ -157,22 +158,15 @@ class Follower:
                     return
                 connection.value("SELECT 1")  # holds our lock
 
-    def _stand_by(self, error: Taken) -> None:
-        self._database_back()
-        self.follow_lock.failed(error)
-        self.stop.wait(min(30.0, self.given.every.total_seconds()))
-
     def _database_back(self) -> None:
         self.database.over()
         self.telling.database_is_back()
 
     def _database_away(self, error: Exception) -> None:
         self.database.failed(error)
-        bound = self.given.away.total_seconds()
-        if self.database.seconds > bound:
-            self.telling.database_is_away(
-                self.database.seconds, bound, self.database.error
-            )
+        seconds, bound = self.database.seconds, self.given.away.total_seconds()
+        if seconds > bound:
+            self.telling.database_is_away(seconds, bound, self.database.error)
         self.stop.wait(self.database.pause)
 
     def _round(self, connection: Connection, run: Run) -> None:
@@ -228,10 +222,9 @@ class Follower:
         self.on_step(step)
 
     def _sweep(self, connection: Connection) -> None:
-        if not self._due(connection, "sweep", self.given.sweep_every):
-            return
-        with recorded(self.spec, "sweep", {"by": "follow"}) as run:
-            sweep_command(self.spec, DEFAULTS, run)
+        if self._due(connection, "sweep", self.given.sweep_every):
+            with recorded(self.spec, "sweep", {"by": "follow"}) as run:
+                sweep_command(self.spec, DEFAULTS, run)
 
     def _due(self, connection: Connection, job: str, every: dt.timedelta) -> bool:
         if not every or self.stop.is_set():

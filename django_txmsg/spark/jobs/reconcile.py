@@ -222,14 +222,13 @@ def run_reconcile(
             for one in lines
             if one.consumer
         }
+        declared = {(one.service, one.destination) for one in spec.subscriptions}
+        ahead = [(one.sender, one.receiver, one.ahead // MICROSECOND) for one in clocks]
         by = dataclasses.replace(
             least,
-            receivers=receivers
-            | {(one.service, one.destination) for one in spec.subscriptions},
+            receivers=receivers | declared,
             received={destination for _, destination in receivers},
-            clocks=[
-                (one.sender, one.receiver, one.ahead // MICROSECOND) for one in clocks
-            ],
+            clocks=ahead,
         )
         counts = list(chain.from_iterable(tallied.values()))
         again, whole = known, None
