@@ -399,12 +399,12 @@ BLANK = ("--search", "--destination", "--fingerprint", "--reason")
         (["discard", "--all", "--limit", "1"], "unrecognized"),
         (["note", "--fingerprint", "x", "--text", "t", "--for", "8h"], "unrecognized"),
         (["unmute", "--fingerprint", "x", "--above", "0"], "unrecognized"),
-        (["discard", "--older-than", ""], "not an age"),
+        (["discard", "--older-than", ""], "not a duration"),
         (["discard", "--all", "--shown", ""], "Not a token"),
         (["discard", "--all", "--database", ""], "No database ''"),
         (
             ["mute", "--fingerprint", "feedfacefeedface", "--text", "x", "--for", ""],
-            "not an age",
+            "not a duration",
         ),
     ],
 )
