@@ -4,7 +4,6 @@ findings are new, and that no writer is blocked."""
 from __future__ import annotations
 
 import datetime as dt
-import sqlite3
 import uuid
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.management.commands.pipeline import job_spec
 from django_txmsg.models import InboxMessage
 from django_txmsg.spark.cli import parsed
-from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs import reconcile
 from django_txmsg.spark.jobs.journeys import looked_at
 from django_txmsg.spark.jobs.reading import WholeLog
@@ -361,7 +360,7 @@ def test_a_finding_of_a_run_without_an_end_is_new(
         "CREATE TRIGGER refusal BEFORE INSERT ON django_txmsg_finding"
         " BEGIN SELECT RAISE(ABORT, 'refused'); END"
     )
-    with pytest.raises(sqlite3.IntegrityError, match="refused"):
+    with pytest.raises(EnvironmentFault, match="refused"):
         run(spec, *fails)
     log.execute("DROP TRIGGER refusal")
 
