@@ -387,12 +387,11 @@ class Lane:
     def _claim(self, token: uuid.UUID, part: Part, wanted: _Wanted) -> list[Claimed]:
         trial = wanted.trial
         only = None if trial is None else trial.destination
-        held = self._pauses.held()
-        if self._held - held:
+        held, now = self._pauses.held(), time.monotonic()
+        locked = {key: until for key, until in self.locked.items() if until > now}
+        if self._held - held or len(locked) < len(self.locked):
             self._sweep.rewind()  # its messages are older than the sweep's place
-        self._held = held
-        now = time.monotonic()
-        self.locked = {key: until for key, until in self.locked.items() if until > now}
+        self._held, self.locked = held, locked
 
         def claim(floor: str | None, *, heads: bool = False) -> list[Claimed]:
             return self._outbox().claim(
