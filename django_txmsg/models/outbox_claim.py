@@ -267,6 +267,13 @@ class ClaimingManager(SqlManager):
         extended = f"lease_until = {self._sql.later()}"
         return self._leased(ids, token, extended, [lease], skip_locked=skip_locked)
 
+    def renew(self, ids: list[int], token: uuid.UUID, seconds: float) -> bool:
+        """Extend the lease of the unsettled rows, except rows that another transaction
+        has locked: if this waited for one row, every lease of the process would end.
+        Returns False if there was such a row, whose lease may therefore end."""
+        extended = self.extend(ids, token, seconds, skip_locked=True)
+        return extended >= self.filter(PENDING, pk__in=ids, lease_token=token).count()
+
     def reschedule(self, pk: int, token: uuid.UUID, *, delay: float, error: str) -> int:
         """Count a failed dispatch and make the row due again in `delay` seconds."""
         return self._leased(

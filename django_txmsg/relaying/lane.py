@@ -260,12 +260,9 @@ class Lane:
             return 0
         self.in_flight = len(claimed)
         held = [row.id for row in claimed]
-        # A renewal that waited for one row would let every lease of the process end.
-        extend = partial(
-            self._outbox().extend, held, token, self._lease, skip_locked=True
-        )
+        renew = partial(self._outbox().renew, held, token, self._lease)
         try:
-            with Lease(self.using, self._lease, extend, since=began) as lease:
+            with Lease(self.using, self._lease, renew, since=began) as lease:
                 settlement = Settlement(
                     self.broker_alias,
                     token,

@@ -144,16 +144,16 @@ class Settlement:
     def still_held(self, rows: list[Claimed]) -> list[Claimed]:
         """Return the rows that still belong to this claim. If the lease has ended at
         any time, other relays may have claimed some of the rows since, and some rows
-        may have been cancelled. These rows are omitted."""
+        may have been cancelled. These rows are omitted, and so are rows that another
+        transaction has locked: it may be cancelling them."""
         if not (rows and self.lease.lapsed):
             return rows
-        ids = [row.id for row in rows]
-        self._outbox().extend(ids, self.token, self.lease.seconds)
-        held = set(
-            self._outbox()
-            .filter(PENDING, pk__in=ids, lease_token=self.token)
-            .values_list("pk", flat=True)
-        )
+        ids, outbox = [row.id for row in rows], self._outbox()
+        with transaction.atomic(using=self.using):
+            ours = outbox.filter(PENDING, pk__in=ids, lease_token=self.token)
+            ours = ours.select_for_update(skip_locked=True)
+            held = set(ours.values_list("pk", flat=True))
+            outbox.extend([*held], self.token, self.lease.seconds)
         self._lost(len(ids) - len(held))
         return [row for row in rows if row.id in held]
 

@@ -34,8 +34,9 @@ class Lease:
     from `begin()` to `end()`.
 
     The function `renew` must extend the lease to `seconds` from now, in one statement
-    that checks the lease's fencing token. Another thread calls this function when half
-    of the lease's time has passed. The lease began with the claim of the rows; `since`
+    that checks the lease's fencing token. It returns False if it could not extend the
+    lease of all rows. Another thread calls this function when half of the lease's time
+    has passed. The lease began with the claim of the rows; `since`
     is the value of `time.monotonic()` just before that claim.
     """
 
@@ -73,13 +74,13 @@ class Lease:
             return
         until, suspended = time.monotonic() + self.seconds, _suspended()
         try:
-            self._renew()
+            whole = self._renew() is not False
         except Exception as error:
             # Any error: the thread has other leases to renew.
             database_health.note(self.using, error)
             database_health.report("a lease cannot be renewed", error)
         else:
-            self._lapsed = self.lapsed
+            self._lapsed = self.lapsed or not whole
             self._until, self.due = until + suspended, until - self.seconds / 2
 
     def begin(self) -> None:
