@@ -356,7 +356,7 @@ class Lane:
 
     @property
     def next_trial(self) -> float | None:
-        """Seconds until the next trial of a paused destination or of a locked key, if
+        """Seconds until the lane can try a paused destination or a locked key again, if
         there is one."""
         trial, now = self._pauses.next_trial(), time.monotonic()
         waits = [until - now for until in self.locked.values()]

@@ -57,8 +57,8 @@ class Lease:
     @property
     def lapsed(self) -> bool:
         """Whether the lease has ever expired, for example while the process or the
-        machine was suspended. If so, another worker may have claimed the rows, even if
-        the lease was renewed later."""
+        machine was suspended, or was renewed for only some of the rows. If so, another
+        worker may have claimed rows, even if their lease was renewed later."""
         return self._lapsed or not self.left
 
     @property

@@ -24,7 +24,7 @@ _RUNS = (
     "FROM django_txmsg_pipelinerun WHERE job = %s AND service = %s"
     " AND CAST(options AS text) NOT LIKE '%%\"dry_run\":%%' AND "
 )
-#: Those that have stored their findings, in the order of their ends.
+#: The runs that have stored their findings, in the order in which they ended.
 _ENDED = "state IN ('clean', 'findings') ORDER BY finished_at"
 #: Most unacknowledged findings: a run without one of the consuming services in its
 #: specification finds all of that one's messages lost.
