@@ -235,7 +235,7 @@ def _start(
 def read_filter(given: QueryDict) -> dict[str, Any]:
     """Return the filter of dead letters from a query string or form.
 
-    Raises ValueError if an id is not a number.
+    Raises ValueError if an id is not a number, and TxmsgError if there are too many.
     """
     filters: dict[str, Any] = {
         name: plain(str(given[name]))
@@ -247,6 +247,7 @@ def read_filter(given: QueryDict) -> dict[str, Any]:
         filters["again"] = True
     if "ids" in given:
         filters["ids"] = [int(one) for one in str(given["ids"]).split(",") if one]
+        selection.insist_on_few_ids(filters)
     return filters
 
 

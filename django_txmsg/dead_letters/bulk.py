@@ -173,6 +173,7 @@ def start(
     if wrong := dead_letters.wrong_rate(rate):
         raise TxmsgError(wrong)
     kind = BulkKind(kind)
+    selection.insist_on_few_ids(filters)
     filters = dict(filters)
     letters = _matching(kind, filters, using)
     if shown is not None:
