@@ -422,13 +422,22 @@ def test_the_message_of_a_process_stopped_in_a_transaction_waits_for_its_end(
     world.dispatch(1)
     world.start("run")
     world.waiting("in the handler")
-    world.process.pause()
     with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
-            " AND state = 'idle in transaction'"
-        )
-        ((holder,),) = cursor.fetchall()
+
+        def open_transactions() -> list[int]:
+            """Suspend the process, unless other threads have transactions, too."""
+            world.process.pause()
+            cursor.execute(
+                "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
+                " AND pid <> pg_backend_pid() AND xact_start IS NOT NULL"
+            )
+            pids = [pid for (pid,) in cursor.fetchall()]
+            if len(pids) > 1:
+                world.process.resume()
+                return []
+            return pids
+
+        (holder,) = wait_until(open_transactions)
 
         def another_waits() -> bool:
             cursor.execute(
