@@ -164,7 +164,8 @@ def test_the_lane_waits_for_a_database_that_refuses_connections(
 
 def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker needs longer than the lease to answer. The relay renews the lease, so
-    no other relay sends a copy."""
+    no other relay sends a copy. If the connection ends then, the relay still keeps the
+    receipts."""
     slow = threading.Event()
 
     def take_ones_time() -> None:
@@ -180,6 +181,7 @@ def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) 
             assert not somebody_else_looks()
             began.wait(0.1)
         slow.set()
+        terminate()
 
     after_the_receipts(monkeypatch, take_ones_time)
     with txmsg(RELAY={**IMPATIENT["RELAY"], "LEASE": 3.0}):
