@@ -14,6 +14,17 @@ from typing import Any, Protocol, TypeVar, overload
 from ..errors import ConfigurationError, StageError
 from .message import Message
 
+if sys.version_info >= (3, 14):
+    from annotationlib import Format
+
+    # Annotations are evaluated only now. They may use names that exist only for type
+    # checkers.
+    signature_of = functools.partial(
+        inspect.signature, annotation_format=Format.FORWARDREF
+    )
+else:
+    signature_of = inspect.signature
+
 Handler = Callable[[Message], Any]
 Body = TypeVar("Body")
 Result = TypeVar("Result")
@@ -136,7 +147,7 @@ def _arguments(handler: Callable[..., Any]) -> int:
     2 for body and message."""
     needed = [one for one in _positional(handler) if one.default is one.empty]
     own = _signature(handler, follow_wrapped=False)
-    if own is None or own == inspect.signature(handler):
+    if own is None or own == signature_of(handler):
         return max(len(needed), 1)
     kinds = [one.kind for one in own.parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
@@ -145,7 +156,7 @@ def _arguments(handler: Callable[..., Any]) -> int:
         needed = [one for one in _taken(own) if one.default is one.empty]
         return max(len(needed), 1)
     # A decorator's function that passes on its arguments, and may add some.
-    second = needed[1].annotation if len(needed) > 1 else None
+    second = _written(needed[1].annotation) if len(needed) > 1 else None
     return 2 if second in _THE_MESSAGE or _named_message(second) else 1
 
 
@@ -156,7 +167,7 @@ def _signature(
     of a decorator reports the signature of the decorated function, but may take other
     arguments. With `follow_wrapped=False`, return the one that a call must fit."""
     try:
-        return inspect.signature(handler, follow_wrapped=follow_wrapped)
+        return signature_of(handler, follow_wrapped=follow_wrapped)
     except (TypeError, ValueError):
         return None
 
@@ -196,7 +207,7 @@ def _resolved(handler: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     """Return the annotation of one parameter as an object. With `from __future__ import
     annotations`, the annotation is text. Only this annotation is resolved, because
     other annotations may use names that exist only for type checkers."""
-    given = parameter.annotation
+    given = _written(parameter.annotation)
     if not isinstance(given, str):
         return given
     function = inspect.unwrap(handler)
@@ -215,6 +226,12 @@ def _resolved(handler: Callable[..., Any], parameter: inspect.Parameter) -> Any:
             f"Import the class where the handler's module is run, and not under "
             f"TYPE_CHECKING."
         ) from None
+
+
+def _written(annotation: Any) -> Any:
+    """Return the text of an annotation that Python 3.14 could not evaluate. Return
+    every other annotation unchanged."""
+    return getattr(annotation, "__forward_arg__", annotation)
 
 
 def _named_message(annotation: Any) -> bool:

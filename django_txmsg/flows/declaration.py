@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from .. import codecs, conf, wire
 from ..envelope.codec import from_json, to_json
-from ..envelope.handler import accepted, path_of
+from ..envelope.handler import accepted, path_of, signature_of
 from ..envelope.kept_values import changes
 from ..envelope.message import Message
 from ..envelope.message_type import is_name, message_type
@@ -361,7 +361,7 @@ def _annotation(call: Any, name: str) -> tuple[Any, bool]:
             f"{call!r} of flow {name!r} is not a plain method: a step runs in a "
             "transaction, so it must not wait."
         )
-    _, *taken = inspect.signature(call).parameters.values()
+    _, *taken = signature_of(call).parameters.values()
     if not taken:
         return NOTHING, False
     if len([one for one in taken if one.default is one.empty]) > 1:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import sys
 import traceback
 import tracemalloc
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,8 +27,10 @@ from django_txmsg.errors import (
     InvalidMessage,
     NewerCodeNeeded,
 )
+from django_txmsg.flows import Flow, step
 from tests.forgetting import forget_upgraders
 from tests.running import txmsg
+from tests.shelved_flows import shelved
 
 JSON = "application/json"
 
@@ -511,6 +515,39 @@ def test_a_handler_gets_what_it_asks_for(
 
     assert accepted(handler) is Order
     assert got == (("body", message) if given == ("body", "message") else given)
+
+
+#: Handlers and a flow's step in a module that imports classes under TYPE_CHECKING.
+FOR_TYPE_CHECKERS = """
+def of_the_message(message: Message) -> Missing: return message
+def of_a_body(order: Order, clock: Missing = None) -> Missing: return order
+def of_both(order: Order, message: Message) -> Missing: return order, message
+def of_a_missing_one(order: list[Missing]) -> None: ...
+class Shown(Flow[Order, int], name="typed.shown", within=None):
+    @step
+    def start(self, order: Order) -> Missing: ...
+"""
+
+
+@pytest.mark.parametrize(
+    "first_line",
+    # From Python 3.14 on, no module needs this line.
+    ["from __future__ import annotations", *[""] * (sys.version_info >= (3, 14))],
+)
+def test_names_for_type_checkers_need_not_exist(first_line: str) -> None:
+    names: dict[str, Any] = {one.__name__: one for one in (Order, Flow, step)}
+    names["__name__"] = __name__
+    source = f"{first_line}\n{FOR_TYPE_CHECKERS}"
+    exec(compile(source, __name__, "exec", dont_inherit=True), names)
+    given = Message(id=uuid.uuid4(), destination="orders", body="body")
+
+    assert bound(names["of_the_message"])(given) is given
+    assert accepted(names["of_a_body"]) is Order
+    assert bound(names["of_a_body"])(given) == "body"
+    assert bound(names["of_both"])(given) == ("body", given)
+    with pytest.raises(ConfigurationError, match="'Missing' is not defined"):
+        codecs.reader(accepted(names["of_a_missing_one"]))
+    assert shelved(names["Shown"]).destination.body is Order
 
 
 def test_an_annotation_that_names_nothing_is_refused() -> None:
