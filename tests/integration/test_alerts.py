@@ -8,14 +8,17 @@ import hmac
 import json
 import re
 import socket
+import socketserver
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import django
 import pytest
+from django.conf import settings
 from django.core import mail
 from django.core.mail.backends.base import BaseEmailBackend
 from django.db import OperationalError, connections
@@ -219,6 +222,74 @@ def test_line_end_in_a_key_forges_no_log_line(
     assert "all is well" in str(mail.outbox[0].body).partition("\n")[0]
 
 
+class MailServer(socketserver.ThreadingTCPServer):
+    """An SMTP server that records the lines that it receives, in lower case."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Mailing)
+        self.lines: list[str] = []
+
+
+class Mailing(socketserver.StreamRequestHandler):
+    server: MailServer
+
+    def handle(self) -> None:
+        in_text = False
+        self.wfile.write(b"220 ready\r\n")
+        for sent in self.rfile:
+            line = sent.decode().strip().lower()
+            self.server.lines.append(line)
+            in_text = line == "data" or (in_text and line != ".")
+            if line == "data":
+                self.wfile.write(b"354 continue\r\n")
+            elif not in_text:
+                self.wfile.write(b"250 done\r\n")
+
+
+#: The settings that name a mail server. Django 6.1 deprecates the first one.
+MAIL_SETTINGS = ["EMAIL_HOST", *["MAILERS"] * (django.VERSION >= (6, 1))]
+
+
+@contextmanager
+def mailed_through(setting: str, host: str, port: int) -> Iterator[None]:
+    """Let the project's settings name this mail server."""
+    backend = "django.core.mail.backends.smtp.EmailBackend"
+    given: dict[str, Any] = {
+        "EMAIL_BACKEND": backend, "EMAIL_HOST": host, "EMAIL_PORT": port
+    }  # fmt: skip
+    if setting == "MAILERS":
+        options = {"host": host, "port": port}
+        given = {"MAILERS": {"default": {"BACKEND": backend, "OPTIONS": options}}}
+    with override_settings(**given):
+        if setting != "MAILERS":
+            del settings.MAILERS
+        yield
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+@pytest.mark.filterwarnings("ignore:.*MAILERS")
+@pytest.mark.parametrize("setting", MAIL_SETTINGS)
+def test_alert_reaches_the_mail_server_of_the_settings(setting: str) -> None:
+    factories.DeadLetterFactory()
+    with MailServer() as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        host, port = server.server_address
+        with (
+            alerts("dead", MAIL=[MAIL]),
+            mailed_through(setting, str(host), int(port)),
+            override_settings(DEFAULT_FROM_EMAIL="shop@example.com"),
+        ):
+            Alerting(["default"]).tick()
+        server.shutdown()
+
+    assert {f"rcpt to:<{MAIL}>", "from: shop@example.com"} <= {*server.lines}
+    (subject,) = [one for one in server.lines if one.startswith("subject: ")]
+    assert subject.startswith("subject: [firing] ")
+    assert Alert.objects.get().delivered == "firing"
+
+
 class Refusing(BaseEmailBackend):
     """A mail backend that raises its own type of exception, as mail providers' backends
     do."""
@@ -259,23 +330,19 @@ def test_a_receiver_that_fails_keeps_neither_the_relay_nor_the_other_one(
 
 
 @pytest.mark.django_db(databases=["default", "other"])
+@pytest.mark.filterwarnings("ignore:.*MAILERS")
+@pytest.mark.parametrize("setting", MAIL_SETTINGS)
 def test_a_mail_server_that_says_nothing_does_not_block_alerts(
-    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    setting: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alerting, "TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        host, port = silent.getsockname()
-        smtp = "django.core.mail.backends.smtp.EmailBackend"
-        given: dict[str, Any] = {"EMAIL_BACKEND": smtp, "EMAIL_HOST": host}
-        given["EMAIL_PORT"] = port
-        if django.VERSION >= (6, 1):
-            options = {"host": host, "port": port}
-            given = {"MAILERS": {"default": {"BACKEND": smtp, "OPTIONS": options}}}
+        named = mailed_through(setting, *silent.getsockname())
         factories.DeadLetterFactory()
         # Ends the wait of a mail that has no time-out.
         rescue = threading.Timer(20, silent.close)
         rescue.start()
-        with alerts("dead", MAIL=[MAIL]), override_settings(**given):
+        with alerts("dead", MAIL=[MAIL]), named:
             Alerting(["default"]).tick()
         rescue.cancel()
         assert silent.fileno() >= 0
