@@ -238,11 +238,14 @@ class Lane:
 
     def _dispatch(self, wanted: _Wanted) -> int:
         while True:
+            locked = len(self.locked)
             with self._budget.part(self._stop) as part:
                 count = part and self._dispatch_part(part, wanted)
             if part is None:
                 return 0
-            if count or not part.is_to_claim_again:
+            # A trial goes on with the messages behind those of locked keys.
+            again = part.is_to_claim_again or len(self.locked) > locked
+            if count or not again:
                 return count or 0
 
     def _dispatch_part(self, part: Part, wanted: _Wanted) -> int:
@@ -385,7 +388,8 @@ class Lane:
         trial = wanted.trial
         only = None if trial is None else trial.destination
         held, now = self._pauses.held(), time.monotonic()
-        locked = {key: until for key, until in self.locked.items() if until > now}
+        # A trial tries each key once, so that it ends.
+        locked = {key: at for key, at in self.locked.items() if trial or at > now}
         if self._held - held or len(locked) < len(self.locked):
             self._sweep.rewind()  # its messages are older than the sweep's place
         self._held, self.locked = held, locked

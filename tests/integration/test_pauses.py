@@ -16,9 +16,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psycopg
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import transaction
+from django.db import connection, transaction
 
 from django_txmsg import tasks
 from django_txmsg.consuming import subscription
@@ -33,6 +34,7 @@ from django_txmsg.models import (
     claiming,
 )
 from django_txmsg.monitoring.presence import Presence
+from django_txmsg.relaying import lane as lanes
 from django_txmsg.relaying import limits
 from django_txmsg.relaying.dispatcher import dispatch_inline
 from django_txmsg.relaying.lane import Lane
@@ -196,6 +198,37 @@ def test_a_larger_body_than_a_lane_s_share_leaves_its_pause_too(
         wait_until(lambda: not pending.exists())
     nothing_is_lost_or_blamed()
     assert QueueMessage.objects.filter(queue=FULL).count() == 1
+
+
+@pytest.mark.postgresql
+def test_messages_of_a_locked_key_do_not_fill_each_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The oldest messages to a paused destination have a key whose place another relay
+    has locked. The messages behind them are sent when there is room again."""
+    monkeypatch.setattr(lanes, "LINK_WAIT", 0.1)
+    monkeypatch.setattr(limits, "FIRST_PAUSE", 2 * lanes.KEY_PAUSE)
+    ROOM[FULL] = 0
+    with (
+        psycopg.connect(**connection.get_connection_params()) as other,
+        txmsg(
+            BROKERS={"default": BROKER},
+            RELAY=relaying(BREAKER_MAX_PAUSE=2 * lanes.KEY_PAUSE),
+        ),
+    ):
+        other.execute(
+            "INSERT INTO django_txmsg_keytail (broker, destination, key, last_id,"
+            " last_at) VALUES ('default', %s, 'a', gen_random_uuid(), 1)",
+            [FULL],
+        )
+        store(*[(FULL, "a")] * 2 * limits.FIRST_TRIAL, (FULL, None))
+        with at_work(Relay(["default"], ["default"], lanes=1)):
+            wait_until(lambda: TRIED[FULL] > 0)
+            del ROOM[FULL]
+            wait_until(lambda: queued(FULL) == [20])
+            other.rollback()
+            wait_until(lambda: len(queued(FULL)) == 21)
+    assert queued(FULL) == [20, *range(20)]
 
 
 def test_only_one_lane_tries_a_paused_destination() -> None:
