@@ -67,11 +67,13 @@ class PendingManager(SqlManager):
         self, message_id: uuid.UUID, due: dt.datetime | dt.timedelta
     ) -> Changed:
         """Make rows due at a time, or after a duration from now."""
+        value: Any
         if isinstance(due, dt.timedelta):
-            later = f"due_at = {self._sql.later()}"
-            return self._change([message_id], later, [due.total_seconds()])
-        value = connections[self.db].ops.adapt_datetimefield_value(due)
-        return self._change([message_id], "due_at = %s", [value])
+            at, value = self._sql.later(), due.total_seconds()
+        else:
+            at, value = "%s", connections[self.db].ops.adapt_datetimefield_value(due)
+        # A relay whose lease has ended must not send it at its former time.
+        return self._change([message_id], f"due_at = {at}, lease_token = NULL", [value])
 
     def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
         """Clear the unique key of each row that has one of these `keys` and no longer

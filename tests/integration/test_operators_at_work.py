@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -31,7 +34,7 @@ from django_txmsg.models import (
 )
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.sending.outbox import send_message
-from django_txmsg.sending.pending import cancel_message
+from django_txmsg.sending.pending import cancel_message, reschedule_message
 from tests import factories as make
 from tests.faults import wait_until
 from tests.integration.test_ordered import (
@@ -300,11 +303,14 @@ def test_letter_that_dies_again_while_it_is_pruned_is_kept() -> None:
 
 
 @pytest.mark.postgresql
-def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since() -> (
-    None
-):
+@pytest.mark.parametrize(
+    "change", [cancel_message, partial(reschedule_message, delay=dt.timedelta(hours=1))]
+)
+def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_changed_since(
+    change: Callable[[uuid.UUID], bool],
+) -> None:
     """A relay waits for a lock until its lease has ended. Meanwhile an operator cancels
-    one of its messages. The relay does not send that message."""
+    or reschedules one of its messages. The relay does not send that message."""
     with transaction.atomic():
         sent, taken_back = send_message("tests.lapsed", 1), send_message("tests.b", 2)
     OutboxMessage.objects.filter(message_id=taken_back.id).update(attempts=1)
@@ -321,7 +327,7 @@ def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since(
             wait_until(held_up)
             rows = OutboxMessage.objects.select_for_update()
             rows.get(message_id=taken_back.id)  # so that the lease is not renewed
-            wait_until(lambda: cancel_message(taken_back.id))
+            wait_until(lambda: change(taken_back.id))
         assert relaying.result(60) == 2
     lane.close()
     assert [one.queue for one in QueueMessage.objects.all()] == [sent.destination]
