@@ -239,11 +239,18 @@ class ClaimingManager(SqlManager):
         )
 
     def release(
-        self, ids: list[int], token: uuid.UUID, *, error: str = "", delay: float = 0.0
+        self,
+        ids: list[int],
+        token: uuid.UUID,
+        *,
+        error: str = "",
+        delay: float = 0.0,
+        skip_locked: bool = False,
     ) -> int:
         """Release rows without counting an attempt. Pass `error` if the rows'
         destination currently accepts no messages. Omit `error` if the broker did not
-        answer. With `delay`, the rows are due again after so many seconds."""
+        answer. With `delay`, the rows are due again after so many seconds. With
+        `skip_locked`, rows that another transaction has locked keep their lease."""
         free: str = "lease_until = NULL, lease_token = NULL"
         values: list[Any] = []
         if error:
@@ -251,29 +258,23 @@ class ClaimingManager(SqlManager):
         if delay:
             free += f", due_at = {self._sql.later()}"
             values.append(delay)
-        return self._leased(ids, token, free, values)
+        return self._leased(ids, token, free, values, skip_locked=skip_locked)
 
-    def extend(
-        self,
-        ids: list[int],
-        token: uuid.UUID,
-        lease: float,
-        *,
-        skip_locked: bool = False,
-    ) -> int:
-        """Extend the lease of rows to `lease` seconds from now. Returns the number of
-        rows that still belonged to this lease. With `skip_locked`, rows that another
-        transaction has locked are not extended."""
+    def extend(self, ids: list[int], token: uuid.UUID, lease: float) -> list[int]:
+        """Extend the lease of rows to `lease` seconds from now. Returns the ids of the
+        rows that still belonged to this lease. Rows that another transaction has locked
+        are omitted, and not extended."""
         extended = f"lease_until = {self._sql.later()}"
-        return self._leased(ids, token, extended, [lease], skip_locked=skip_locked)
+        sql, values = self._leased_sql(ids, token, extended, [lease], skip_locked=True)
+        return [pk for (pk,) in self._rows(f"{sql} RETURNING id", values)]
 
     def renew(self, ids: list[int], token: uuid.UUID, seconds: float) -> bool:
         """Extend the lease of the unsettled rows, except rows that another transaction
         has locked: if this waited for one row, every lease of the process would end.
         Returns False if there was such a row, whose lease may therefore end."""
-        extended = self.extend(ids, token, seconds, skip_locked=True)
+        extended = self.extend(ids, token, seconds)
         rows = self.filter(Holds(PENDING_OTHERWISE), pk__in=ids, lease_token=token)
-        return extended >= rows.count()
+        return len(extended) >= rows.count()
 
     def reschedule(self, pk: int, token: uuid.UUID, *, delay: float, error: str) -> int:
         """Count a failed dispatch and make the row due again in `delay` seconds."""
@@ -311,6 +312,19 @@ class ClaimingManager(SqlManager):
         skip_locked: bool = False,
     ) -> int:
         """Change rows that are still pending and belong to this lease."""
+        return self._changed(
+            *self._leased_sql(ids, token, assignments, values, skip_locked=skip_locked)
+        )
+
+    def _leased_sql(
+        self,
+        ids: list[int],
+        token: uuid.UUID,
+        assignments: str,
+        values: Sequence[Any],
+        *,
+        skip_locked: bool,
+    ) -> tuple[str, list[Any]]:
         connection, table = connections[self.db], self._table
         condition, id_values = self._sql.ids("id", ids)
         assignments = assignments.replace("{now}", self._sql.now)
@@ -320,7 +334,7 @@ class ClaimingManager(SqlManager):
         if skip_locked:
             free = f"SELECT id FROM {table} WHERE {leased} {self._sql.skip_locked}"  # noqa: S608 - constants only
             leased = f"id IN ({free})"
-        return self._changed(
+        return (
             f"{no_wait} UPDATE {table} SET {assignments} WHERE {leased}"  # noqa: S608 - constants only
             f" AND {waits_not}",
             [*values, *id_values, token.hex],

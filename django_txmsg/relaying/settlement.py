@@ -26,7 +26,7 @@ from ..errors import (
     DispatchUnknown,
 )
 from ..models import OutboxMessage
-from ..models.outbox import PENDING, OutboxManager
+from ..models.outbox import OutboxManager
 from ..models.outbox_claim import Claimed
 from ..runtime import database_health
 from ..runtime.leases import Lease
@@ -145,22 +145,29 @@ class Settlement:
         """Return the rows that still belong to this claim. If the lease has ended at
         any time, other relays may have claimed some of the rows since, and some rows
         may have been cancelled. These rows are omitted, and so are rows that another
-        transaction has locked: it may be cancelling them."""
+        transaction has locked: it may be cancelling them. The other rows of their keys
+        are released, so that they do not overtake them."""
         if not (rows and self.lease.lapsed):
             return rows
-        ids, outbox = [row.id for row in rows], self._outbox()
-        with transaction.atomic(using=self.using):
-            ours = outbox.filter(PENDING, pk__in=ids, lease_token=self.token)
-            ours = ours.select_for_update(skip_locked=True)
-            held = set(ours.values_list("pk", flat=True))
-            outbox.extend([*held], self.token, self.lease.seconds)
+        ids = [row.id for row in rows]
+        with self.lease.renewing:
+            held = set(self._outbox().extend(ids, self.token, self.lease.seconds))
         self._lost(len(ids) - len(held))
-        return [row for row in rows if row.id in held]
+        keys = {row.key for row in rows if row.id not in held} - {""}
+        ours = [row for row in rows if row.id in held]
+        self.give_back([row for row in ours if row.key in keys])
+        return [row for row in ours if row.key not in keys]
 
     def give_back(self, rows: Sequence[Claimed]) -> None:
-        """Release the unsettled rows."""
+        """Release the unsettled rows. Rows that another transaction has locked wait
+        until the lease ends, so that the other rows of the claim do not wait, too."""
         ids = [row.id for row in rows]
-        self._fenced(0, lambda: self._outbox().release(ids, self.token))
+
+        def release() -> int:
+            with self.lease.renewing:
+                return self._outbox().release(ids, self.token, skip_locked=True)
+
+        self._fenced(0, release)
 
     def settle(self, found: Receipts) -> None:
         """Settle the rows. Rows that the broker has confirmed are marked as dispatched.

@@ -9,6 +9,7 @@ database that does not answer cannot delay the renewals in the others.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -53,6 +54,9 @@ class Lease:
         #: When to renew it, or to try that again.
         self.due = since + seconds / 2
         self._lapsed = False
+        #: Held during a renewal, which locks the rows. Hold it around a statement that
+        #: skips locked rows.
+        self.renewing = threading.Lock()
 
     @property
     def lapsed(self) -> bool:
@@ -70,11 +74,12 @@ class Lease:
     def renew(self) -> None:
         """Extend the lease, if the database can be used."""
         self.due = time.monotonic() + min(1.0, self.seconds / 4)
-        if not database_health.usable(self.using):
+        if self.renewing.locked() or not database_health.usable(self.using):
             return
         until, suspended = time.monotonic() + self.seconds, _suspended()
         try:
-            whole = self._renew() is not False
+            with self.renewing:
+                whole = self._renew() is not False
         except Exception as error:
             # Any error: the thread has other leases to renew.
             database_health.note(self.using, error)

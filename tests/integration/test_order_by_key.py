@@ -29,7 +29,7 @@ from django_txmsg.relaying.lane import Lane, Sweep
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.faults import wait_until
-from tests.running import IMPATIENT, committing, ship, txmsg
+from tests.running import IMPATIENT, at_work, committing, ship, txmsg
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -212,6 +212,81 @@ def test_a_relay_with_once_waits_for_the_links_of_another_relay(
     thread.join(30)
     assert ended.is_set()
     assert queued() == [0, 0]
+
+
+@pytest.mark.postgresql
+def test_a_locked_row_of_a_key_holds_up_no_other_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a relay waits for the place of a key, another transaction locks the row of
+    the key's message. The relay leaves this message, and sends the others."""
+    monkeypatch.setattr(lanes, "LINK_WAIT", 0.3)
+    claimed = OutboxMessage.objects.filter(lease_until__isnull=False)
+    parameters = connection.get_connection_params()
+    with psycopg.connect(**parameters) as operator, stopped_relay():
+        store(["a", "b", None])
+        with at_work(Relay(["default"], ["default"], lanes=1)):
+            wait_until(claimed.exists)
+            lock(operator, claimed.earliest("id"))
+            wait_until(lambda: queued() == [0, 1, 2])
+            operator.rollback()
+
+
+def lock(operator: psycopg.Connection, row: OutboxMessage) -> None:
+    """Lock a row of the outbox until the operator's transaction ends."""
+    table = OutboxMessage._meta.db_table
+    operator.execute(f"SELECT 1 FROM {table} WHERE id = {row.pk} FOR UPDATE")
+
+
+@pytest.mark.postgresql
+def test_rows_that_a_slow_renewal_has_locked_are_released_after_it() -> None:
+    """A lane releases the message of a locked key while its lease is being renewed."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS"
+            " 'BEGIN PERFORM pg_sleep(2); RETURN NEW; END';"
+            " CREATE TRIGGER slow BEFORE UPDATE ON django_txmsg_outboxmessage"
+            " FOR EACH ROW WHEN (OLD.lease_until < NEW.lease_until)"
+            " EXECUTE FUNCTION slow()"
+        )
+    lane = Lane("default", "default", longest_lease=1.0)
+    try:
+        with stopped_relay():
+            store(["a"])
+            assert lane.dispatch() == 1
+        assert not OutboxMessage.objects.filter(lease_until__isnull=False).exists()
+    finally:
+        lane.close()
+        with connection.cursor() as cursor:
+            cursor.execute("DROP FUNCTION slow CASCADE")
+
+
+@pytest.mark.postgresql
+def test_after_an_incomplete_renewal_no_message_overtakes_a_locked_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store([None, "a", "a"])
+    _, first, second = OutboxMessage.objects.order_by("id")
+    OutboxMessage.objects.filter(pk=first.pk).update(attempts=1)
+    real, rows = DatabaseSession.send, OutboxMessage.objects.filter(pk=second.pk)
+    lane = Lane("default", "default", longest_lease=2.0)
+    with psycopg.connect(**connection.get_connection_params()) as operator:
+
+        def send(session: Any, batch: Any, **options: Any) -> Any:
+            monkeypatch.undo()
+            outcomes = real(session, batch, **options)
+            until = rows.get().lease_until
+            lock(operator, first)
+            wait_until(lambda: rows.get().lease_until > until)
+            return outcomes
+
+        monkeypatch.setattr(DatabaseSession, "send", send)
+        lane.dispatch()
+        lane.close()
+        assert queued() == [0]
+        operator.rollback()
+    wait_until(lambda: ship() and len(queued()) == 3)
+    assert queued() == [0, 1, 2]
 
 
 def test_a_leased_message_holds_back_its_key() -> None:
