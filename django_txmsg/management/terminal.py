@@ -1,6 +1,6 @@
-"""Functions for commands that an operator runs in a terminal. They make texts,
-instants and objects printable, and check the databases and the options. They also
-return the operator's name, and record the operator's action in the audit."""
+"""Functions for commands that an operator runs in a terminal. They make instants and
+objects printable, and check the databases and the options. They also return the
+operator's name, and record the operator's action in the audit."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from ..models import AuditEntry, BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
 from ..monitoring.databases import of_stage
 from ..monitoring.lengths import positive as positive
+from ..monitoring.lengths import printable as printable
+from ..monitoring.lengths import printable_lines as printable_lines
 from ..monitoring.lengths import read_age as read_age
 from ..monitoring.lengths import whole_number as whole_number
 from ..monitoring.pausing import is_known
@@ -37,24 +39,6 @@ from ..stages import all_stages
 
 #: What to tell users whose project has no stage.
 SEARCHED = "Stages are searched in each app's module named stages (APP/stages.py)."
-
-
-def printable(text: str) -> str:
-    """Escape control characters as in Python, so that the text cannot move the cursor,
-    clear the screen or forge a line."""
-    return "".join(
-        one
-        if one.isprintable() or one == " "
-        else one.encode("unicode_escape").decode()
-        for one in text
-    )
-
-
-def printable_lines(text: str) -> str:
-    """Return a text of several lines without control characters, except line ends and
-    tabs."""
-    lines = text.replace("\r\n", "\n").split("\n")
-    return "\n".join("\t".join(map(printable, line.split("\t"))) for line in lines)
 
 
 def values(of: object, *names: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Durations and sizes as text, the same on every page and on the terminal. Also reads
-the durations and numbers that operators give as options.
+the durations and numbers that operators give as options, and makes texts printable.
 
 Pure: no Django, no I/O.
 """
@@ -85,3 +85,21 @@ def read_age(text: str) -> dt.timedelta:
             f"{text!r} is too long: at most {LONGEST}d are possible"
         )
     return dt.timedelta(days=days)
+
+
+def printable(text: str) -> str:
+    """Escape control characters as in Python, so that the text cannot move the cursor,
+    clear the screen or forge a line."""
+    return "".join(
+        one
+        if one.isprintable() or one == " "
+        else one.encode("unicode_escape").decode()
+        for one in text
+    )
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines without control characters, except line ends and
+    tabs."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return "\n".join("\t".join(map(printable, line.split("\t"))) for line in lines)

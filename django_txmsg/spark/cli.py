@@ -22,7 +22,7 @@ from itertools import chain
 from typing import Any
 
 from ..lazy_imports import needs
-from ..monitoring.lengths import positive
+from ..monitoring.lengths import positive, printable, printable_lines
 from ..monitoring.lengths import read_age as duration
 from ..rules import dead_letters
 from ..rules.outbox import wrong_run
@@ -314,8 +314,9 @@ def execute(spec: JobSpec, given: argparse.Namespace) -> int:
         return _fail(given.job, fault)
     if given.json:
         _say(json.dumps(run.facts, default=str))
-    else:
-        _say("\n".join(run.lines))
+    else:  # the statements of `views` are for a database to read
+        shown = run.lines if given.job == "views" else map(printable, run.lines)
+        _say("\n".join(shown))
     return run.exit_code
 
 
@@ -325,7 +326,7 @@ def _say(text: str) -> None:
 
 
 def _fail(job: str, error: PipelineError) -> int:
-    sys.stderr.write(f"{job}: {hidden(str(error))}\n")
+    sys.stderr.write(printable_lines(f"{job}: {hidden(str(error))}\n"))
     return error.exit_code
 
 

@@ -39,7 +39,7 @@ _KEY = "txmsg"
 
 
 class Overtaken(EnvironmentFault):
-    """Another process has changed the same service's files of a table, or has committed
+    """Another process has removed a file that was to be replaced, or has committed
     under the same name."""
 
 
@@ -85,6 +85,12 @@ class LakeTable:
             )
         return delta
 
+    def existing(self) -> DeltaTable:
+        """Return the current version of a table that is known to exist."""
+        delta = self.load()
+        assert delta is not None
+        return delta
+
     def ensure(self) -> DeltaTable:
         """Create the table if it does not exist, add missing columns, and return the
         table."""
@@ -115,8 +121,7 @@ class LakeTable:
         if fresh:
             fields = deltalake.Schema.from_arrow(pa.schema(fresh)).fields
             delta.alter.add_columns(fields)
-            delta = self.load()
-            assert delta is not None
+            delta = self.existing()
             self._sync_log([delta.version()])
         return delta
 
@@ -137,15 +142,13 @@ class LakeTable:
         contain exactly the rows of the `replaced` files.
 
         Raises Overtaken if another process has committed under the same name, or
-        changed the files of a service of the `replaced` files, since `delta` was
-        loaded. What it has removed of other services does not matter.
+        removed one of the `replaced` files, since `delta` was loaded.
         """
-        files, replaced = list(files), list(replaced)
-        services = {one.service for one in replaced}
+        files, replaced = list(files), set(replaced)
 
         def own(version: DeltaTable) -> tuple[set[LakeFile], int | None]:
-            named = {one for one in self.named(version) if one.service in services}
-            return named, version.transaction_version(app[0]) if app else None
+            number = version.transaction_version(app[0]) if app else None
+            return replaced.difference(self.named(version)), number
 
         before: int = delta.version()
         there = {f"{self.root}/{one.path}": one.size for one in files}
@@ -166,6 +169,8 @@ class LakeTable:
                     commit_properties=CommitProperties(
                         custom_metadata={_KEY: json.dumps(metadata)},
                         app_transactions=[Transaction(*app, None)] if app else None,
+                        # The Delta library does not see what a merge has removed.
+                        max_commit_retries=0,
                     ),
                 )
                 break
@@ -178,8 +183,7 @@ class LakeTable:
                         f"({reason(error)}). Run again."
                     ) from error
                 delta = present
-        after = self.load()
-        assert after is not None
+        after = self.existing()
         # One of these is ours; others may have committed at the same time.
         self._sync_log(range(before + 1, after.version() + 1))
         # Checked through the log, as every reader reads it: these very files, still
@@ -277,19 +281,16 @@ class LakeTable:
     def vacuum(self, hours: int, *, dry_run: bool) -> list[str]:
         """Delete the files that were removed from the table more than `hours` hours
         ago."""
-        delta = self.load()
-        if delta is None:
-            return []
-        return delta.vacuum(hours, dry_run=dry_run, enforce_retention_duration=False)
+        return self.existing().vacuum(
+            hours, dry_run=dry_run, enforce_retention_duration=False
+        )
 
     def orphans(self, service: str, before: dt.datetime) -> list[str]:
         """Return files of a service that are older than `before` and that the log has
         never named. Files of other services are left out, because they may belong to a
         running job. (The Delta library's own clean-up would delete files of other
         services, too.)"""
-        delta = self.load()
-        if delta is None:
-            return []
+        delta = self.existing()
         would = partial(delta.vacuum, 0, dry_run=True, enforce_retention_duration=False)
         unnamed = set(would(full=True)) - set(would())  # which it has once named
         own = {

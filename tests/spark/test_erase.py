@@ -488,3 +488,18 @@ def test_what_is_wrong_with_a_lake_is_named(
         "live": "is in the database, too",
     }  # fmt: skip
     assert words[harm] in said
+
+
+def test_a_damaged_file_of_results_is_named(
+    spark: Any, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    run(spec, "archive", "--older-than", "1d")
+    [file] = path_of(lake).with_name("runs").glob("service=*/day=*/*.parquet")
+    file.write_bytes(file.read_bytes()[:100])
+
+    done = outcome(spec, "verify")
+
+    [problem] = done.facts["problems"]
+    assert (done.exit_code, file.name in problem) == (4, True)

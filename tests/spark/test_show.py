@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from django_txmsg.rules.dead_letters import GONE_ON
+from django_txmsg.spark import cli
 from django_txmsg.spark.errors import EnvironmentFault, SpoiltFile
 from django_txmsg.spark.schemas import INBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
@@ -123,6 +124,25 @@ def test_a_resolved_letter_is_shown_with_its_resolver(
     [_, resolved] = run(JobSpec((log.spec,)), "show", str(message))["steps"]
 
     assert resolved["what"] == f"dead letter discarded{words}"
+
+
+def test_control_characters_of_a_message_do_not_reach_the_terminal(
+    make_log, capsys
+) -> None:
+    log: Log = make_log("sqlite")
+    message = uuid.uuid4()
+    log.receive(
+        [{"message_id": message, "service": "shop\rforged\x1b[2J",
+          "dead_at": LONG_AGO + MINUTE, "last_error": "no\r\x1b[2J"}]
+    )  # fmt: skip
+    words = ["show", str(message), "--spec", JobSpec((log.spec,)).to_json()]
+
+    assert cli.main(words) == 0
+
+    shown = capsys.readouterr().out
+    assert r"from shop\rforged\x1b[2J (database)" in shown
+    assert r"given up by orders.place: no\r\x1b[2J (database)" in shown
+    assert all(line.isprintable() for line in shown.splitlines())
 
 
 @pytest.mark.parametrize(

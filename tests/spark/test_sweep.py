@@ -65,6 +65,7 @@ def test_orphans_go_small_files_join_and_the_rows_stay(
     assert_moved_once(before, log, lake, set(before))
     # What compaction replaced stays for readers that have begun, and goes in the end.
     assert len(list(day.glob("*.parquet"))) == 3 + 1 + 1
+    assert sweep(log, lake, "--replaced-older-than", "59m")["replaced"] == 0
     assert sweep(log, lake, "--replaced-older-than", "0s")["replaced"] == 3
     assert len(list(day.glob("*.parquet"))) == 2
     assert_moved_once(before, log, lake, set(before))
@@ -270,8 +271,9 @@ def test_an_archive_of_one_table_hides_no_damaged_file_of_another(
             sweep(log, lake)
 
 
+@pytest.mark.parametrize("same_rows", [False, True])
 def test_a_table_is_changed_beside_another_service_and_not_beside_the_same(
-    lake: LakeSpec,
+    lake: LakeSpec, same_rows: bool
 ) -> None:
     def add(service: str) -> None:
         results = Results(lake, service, uuid.uuid4().hex, LONG_AGO)
@@ -285,7 +287,7 @@ def test_a_table_is_changed_beside_another_service_and_not_beside_the_same(
 
     def drop(service: str, seen: DeltaTable) -> None:
         first = place.named(seen, service)[:1]
-        place.commit(seen, (), replaced=first, metadata={})
+        place.commit(seen, (), replaced=first, metadata={}, same_rows=same_rows)
 
     for service in ("shop", "payments"):
         for _ in range(3):

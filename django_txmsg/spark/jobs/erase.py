@@ -183,12 +183,9 @@ def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
         texts = [one.replace("-", "") for one in texts]
     listed = ", ".join(f"'{one}'" for one in texts)
     return _CONDITIONS.get(relation, _BY_ID).format(
-        ids=listed,
-        header=_header(connection, wire.MESSAGE_ID),
-        ended=_ENDED,
-        now=connection.now,
-        own=f"{_ENDED} AND run_id IN ({listed})",
-    )
+        ids=listed, header=_header(connection, wire.MESSAGE_ID), ended=_ENDED,
+        now=connection.now, own=f"{_ENDED} AND run_id IN ({listed})",
+    )  # fmt: skip
 
 
 def _header(connection: Connection, name: str) -> str:
@@ -250,8 +247,7 @@ def _named_in(
     }.items():
         place = lake.table(name, TABLES[name].lake_struct())
         rows = place.read(spark, services=services).where(condition)
-        found = rows.select("message_id").distinct().collect()
-        ids |= {row["message_id"] for row in found}
+        ids |= {row[0] for row in rows.select("message_id").distinct().collect()}
     return ids
 
 
@@ -283,11 +279,11 @@ def _from_lake(
     make room on a full disk, and after it, to delete the replaced files.
     """
     place = lake.table(name, t.StructType([]))
-    if not dry_run:
-        _remove_unnamed(place, service)
     delta = place.load()
     if delta is None:
         return 0
+    if not dry_run:
+        _remove_unnamed(place, service)
     named = place.named(delta, service)
     fresh: dict[LakeFile, LakeFile] = {}
     if named and ids:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
+from ...monitoring.lengths import printable_lines
 from ...webhook import KEY_VARIABLE, NoWebhook, Webhook
 from .. import alerts
 from ..alerts import Alerts, Telling
@@ -361,7 +362,7 @@ class Follower:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"follow: {line}\n")
+    sys.stderr.write(printable_lines(f"follow: {line}\n"))
 
 
 def _measured(

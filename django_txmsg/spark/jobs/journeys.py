@@ -398,8 +398,7 @@ class Journeys:
             metadata={NAME: log_entry(self.service, self.goal)},
         )  # fmt: skip
         self.on_step("committed")
-        gone = set(old)
-        self.named = [one for one in self.named if one not in gone] + files
+        self.named = [*set(self.named).difference(old), *files]
         self.through = self.goal
         del self.fresh  # asked again, there is nothing more
         self._count(files)
@@ -423,9 +422,8 @@ class Journeys:
                     continue
                 there = self._of(named, "mark", "day")
                 found = there.join(sf.broadcast(marks), "mark", "left_semi")
-                hit |= {
-                    (day, over) for (day,) in found.select("day").distinct().collect()
-                }
+                days = found.select("day").distinct().collect()
+                hit |= {(day, over) for (day,) in days}
         kinds = {one: (one.day, one in self.known) for one in self.named}
         if crowd:
             hit |= {kind for kind, n in Counter(kinds.values()).items() if n >= crowd}

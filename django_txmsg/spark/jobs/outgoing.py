@@ -213,7 +213,7 @@ def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> int:
         one for one in named if any(one.reaches(each - 1, each) for each in batches)
     ]
     found = Verified()
-    read_back(log.spark, log.lake.spec, OUTBOX, files, delta, found, batches)
+    read_back(log.spark, log.lake.spec, OUTBOX.name, files, delta, found, batches)
     if found.problems:
         raise VerificationRefused(
             "Nothing was stored, since the lake is not as it was: "
@@ -298,8 +298,7 @@ def _redeliver(
 
 def _show(rows: DataFrame, name: str, run: Run, would: str) -> None:
     """List the messages that would be stored or redelivered."""
-    per_destination = rows.groupBy("destination").count().collect()
-    counts = {row["destination"]: row["count"] for row in per_destination}
+    counts: dict[str, int] = dict(rows.groupBy("destination").count().collect())
     # Only ids, no content: what TXMSG["MASK"] hides elsewhere must not be shown here.
     few = rows.limit(5).select(
         "message_id", "destination", sf.octet_length("body").alias("bytes")

@@ -168,8 +168,7 @@ def _tidy(
 ) -> None:
     """Drop old days, remove replaced files, and merge small files. Replaced files must
     stay for longer than any reader reads."""
-    delta = place.load()
-    assert delta is not None
+    delta = place.existing()
     now = dt.datetime.now(dt.timezone.utc)
     if given.keep is not None and place.name not in FOR_GOOD:
         oldest = (now - given.keep).date()
@@ -181,7 +180,7 @@ def _tidy(
                 "touched": touched(old),
             }  # fmt: skip
             place.commit(delta, (), replaced=old, metadata=dropped)
-    hours = int(given.replaced_older_than.total_seconds() // 3600)
+    hours = -(given.replaced_older_than // -dt.timedelta(hours=1))  # rounded up
     done["replaced"] = len(place.vacuum(hours, dry_run=given.dry_run))
     # Journeys are merged by the run that maintains them, into files with counts.
     if not given.dry_run and place.name != "journeys":

@@ -1,8 +1,8 @@
 """`verify`: checks that the lake matches its log, contains each row only once, and
 contains no row that is also in the database.
 
-It reads every file. Each file must exist and have as many rows as the log says. Each
-batch must have the checksum that was recorded when it was archived.
+It reads every file, those of results too. Each file must exist and have as many rows as
+the log says. Each batch must have the checksum that was recorded when it was archived.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import pyarrow.compute as pc
 import pyspark.sql.functions as sf
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
+from pyspark.sql import types as t
 
 from ..engine import gather
 from ..errors import SpoiltFile
 from ..lake import Lake, LakeTable
 from ..lakefile import LakeFile, checksum, rows_of
 from ..runs import Run
-from ..schemas import TABLES, Table
+from ..schemas import TABLES
 from ..spec import JobSpec, LakeSpec
 from ..storage import place_of
 from .reading import WholeLog
@@ -56,44 +57,42 @@ class Verified:
 def read_back(
     spark: SparkSession,
     lake: LakeSpec,
-    table: Table,
+    name: str,
     named: Sequence[LakeFile],
     delta: DeltaTable,
     done: Verified,
     only: Collection[int] | None = None,
 ) -> list[LakeFile]:
-    """Read a service's files, and compare the checksums of their batches with the log.
-    With `only`, compare only these batches. Adds problems to `done`. Returns the files
-    that could be read."""
+    """Read a service's files of the table `name`, and compare the checksums of their
+    batches with the log. With `only`, compare only these batches. Adds problems to
+    `done`. Returns the files that could be read."""
     if not named:
         return []
     rows, sums = Counter[int](), Counter[int]()
     broken: dict[str, str] = {}
-    for path, problem, found in gather(spark, partial(_verified, lake, table), named):
+    for path, problem, found in gather(spark, partial(_verified, lake, name), named):
         if problem is not None:
             broken[path] = f"{path}: {problem}"
         for batch, count, total in found:
             rows[batch] += count
             sums[batch] += total
     done.rows += rows.total()
-    done.problems += [f"{table.name}: {one}" for one in list(broken.values())[:SHOWN]]
-    intact = [one for one in named if one.path not in broken]
+    done.problems += [f"{name}: {one}" for one in list(broken.values())[:SHOWN]]
     hurt = [one.batches for one in named if one.path in broken]
     entries, changed = _entries(delta, named[0].service, lake.former)
     wrong = []
-    batches = entries.keys() | sums.keys() if only is None else only
-    for batch in sorted(batches):
+    for batch in sorted(entries.keys() | sums.keys() if only is None else only):
         if batch not in entries or _within(batch, changed) or _within(batch, hurt):
             done.unproven += batch in sums
         elif (rows[batch], sums[batch]) != (proven := entries[batch]):
             wrong.append(
-                f"{table.name}, batch {batch}: {rows[batch]:,} rows with the sum "
+                f"{name}, batch {batch}: {rows[batch]:,} rows with the sum "
                 f"{sums[batch]} are there, {proven[0]:,} with {proven[1]} were proven."
             )
         else:
             done.batches += 1
     done.problems += wrong[:SHOWN]
-    return intact
+    return [one for one in named if one.path not in broken]
 
 
 def _entries(
@@ -151,31 +150,31 @@ def _look_for_doubles(
 
 
 def _verified(
-    lake: LakeSpec, table: Table, files: Iterator[LakeFile]
+    lake: LakeSpec, name: str, files: Iterator[LakeFile]
 ) -> Iterator[tuple[str, str | None, _Sums]]:
     """Read files. Yield the path of each, and its problem or the sums of its batches.
     Executors run this function."""
     for file in files:
         try:
-            yield file.path, None, _sums(lake, table, file)
+            yield file.path, None, _sums(lake, name, file)
         except (SpoiltFile, pa.ArrowException, KeyError, ValueError) as error:
             yield file.path, str(error).partition("\n")[0], []
 
 
-def _sums(lake: LakeSpec, table: Table, file: LakeFile) -> _Sums:
-    """Return the sums of a file's batches. Raises ValueError if the file does not have
-    as many rows as the log says."""
-    place = place_of(lake)
+def _sums(lake: LakeSpec, name: str, file: LakeFile) -> _Sums:
+    """Return the sums of a file's batches; a table of results has none. Raises
+    ValueError if the file does not have as many rows as the log says."""
+    place, table = place_of(lake), TABLES.get(name)
     counts, sums = Counter[int](), Counter[int]()
-    for rows in rows_of(place.files, f"{place.root}/{table.name}/{file.path}"):
-        numbers = rows.column("batch_id")
+    for rows in rows_of(place.files, f"{place.root}/{name}/{file.path}"):
+        numbers = rows.column("batch_id") if table else pa.repeat(0, rows.num_rows)
         for batch in pc.unique(numbers).to_pylist():
             part = rows.filter(pc.equal(numbers, batch))
             counts[batch] += part.num_rows
             sums[batch] += checksum(part, table)
     if counts.total() != file.rows:
         raise ValueError(f"{counts.total():,} rows, and the log says {file.rows:,}.")
-    return [(batch, rows, sums[batch]) for batch, rows in counts.items()]
+    return [(batch, rows, sums[batch]) for batch, rows in counts.items() if table]
 
 
 def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
@@ -186,19 +185,20 @@ def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     problems: list[str] = []
     alone = JobSpec((spec.service(),), spec.lake)
     with job_session(given) as spark, WholeLog(spark, alone) as log:
-        for name, table in TABLES.items():
-            place = lake.table(name, table.lake_struct())
+        for name in lake.names():
+            table = TABLES.get(name)
+            place = lake.table(name, table.lake_struct() if table else t.StructType())
             delta = place.load()
             if delta is None:
                 continue
-            named = place.named(delta, service)
-            done = Verified()
-            intact = read_back(spark, lake.spec, table, named, delta, done)
-            _look_for_doubles(log, place, delta, intact, done)
+            named, done = place.named(delta, service), Verified()
+            intact = read_back(spark, lake.spec, name, named, delta, done)
+            if table is not None:
+                _look_for_doubles(log, place, delta, intact, done)
+                run.counts[name] = done.rows
             run.rows += done.rows
-            run.counts[name] = done.rows
             problems += done.problems
-            if not done.problems:
+            if table and not done.problems:
                 line = f"{name}: {len(named):,} files and {done.batches:,} batches are"
                 line += " as the log says"
                 if done.unproven:
