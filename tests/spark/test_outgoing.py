@@ -3,6 +3,7 @@ and failures."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from deltalake import DeltaTable
 
@@ -210,6 +212,39 @@ def test_send_makes_each_row_of_a_dataset_one_message(
     source.write_text("id,name\n1,a\n1,b\n")
     with pytest.raises(UsageError, match="occur in several rows"):
         run(spec, *words, "--name", "other")
+
+
+def test_send_reads_values_whole_and_refuses_broken_rows(
+    spark, make_log, tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec(services=(log.spec,))
+    words = ["--destination", "mail.send", "--template", '{"text": "{text}"}']
+    texts = ['He said "hi", ok', "two\nlines", "back\\slash"]
+    with (tmp_path / "good.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *enumerate(texts)])
+    at = datetime(2026, 1, 1, 12, 0, 0, 123456)
+    columns = {"text": [at], "aware": pa.array([at], pa.timestamp("us", tz="UTC"))}
+    parquet.write_table(pa.table(columns), tmp_path / "good.parquet")
+    (tmp_path / "short.csv").write_text("id,text\n1,a\n2\n")
+    (tmp_path / "broken.json").write_text('{"text": "a"}\n{"text":\n')
+
+    for name in ("short.csv", "broken.json"):
+        with pytest.raises(EnvironmentFault, match="Malformed records"):
+            run(spec, "send", "--from", str(tmp_path / name), "--name", name, *words)
+    assert log.count() == 0
+    run(spec, "send", "--from", str(tmp_path / "good.csv"), "--name", "a", *words)
+    words[-1] = '{"text": "{text} {aware}", "at": "{text}", "aware": "{aware}"}'
+    run(spec, "send", "--from", str(tmp_path / "good.parquet"), "--name", "b", *words)
+
+    bodies = [json.loads(bytes(row[0])) for row in log.rows(
+        "SELECT body FROM django_txmsg_outboxmessage ORDER BY id")]  # fmt: skip
+    assert sorted(one["text"] for one in bodies[:-1]) == sorted(texts)
+    digits = "12:00:00.123456"
+    assert bodies[-1] == {
+        "text": f"2026-01-01 {digits} 2026-01-01 {digits}",
+        "at": f"2026-01-01T{digits}", "aware": f"2026-01-01T{digits}Z",
+    }  # fmt: skip
 
 
 @pytest.mark.matrix

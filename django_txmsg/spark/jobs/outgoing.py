@@ -345,7 +345,10 @@ def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
         )
     with job_session(given) as spark:
         try:
-            reader = spark.read.option("header", "true")  # of CSV
+            # CSV as in RFC 4180: a quoted value may have quotes and several lines.
+            reader = spark.read.options(
+                header=True, escape='"', multiLine=kind == "csv", mode="FAILFAST"
+            )
             dataset = reader.load(given.path, kind.removesuffix("l"))
         except AnalysisException as error:
             raise UsageError(f"{given.path} cannot be read: {_short(error)}") from error

@@ -18,6 +18,11 @@ from ... import wire
 from ..errors import UsageError
 
 _PLACE = re.compile(r"\{([^{}]+)\}")
+#: How a body is written: with nulls, and with all digits of an instant.
+_WHOLE = {
+    "ignoreNullFields": "false", "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
+}  # fmt: skip
 
 
 def derived_uuid(name: Column) -> Column:
@@ -117,7 +122,7 @@ def from_dataset(
         among = Window.partitionBy("_content").orderBy(sf.lit(1))
         rows = rows.withColumn("_number", sf.row_number().over(among))
         itself = sf.concat_ws("/", "_content", "_number")
-    body = sf.to_json(_built(template, rows), {"ignoreNullFields": "false"})
+    body = sf.to_json(_built(template, rows), _WHOLE)
     given = {k: _text(value, rows) for k, value in (headers or {}).items()}
     pairs = [part for k, value in given.items() for part in (sf.lit(k), value)]
     return rows.select(
