@@ -113,6 +113,21 @@ def test_wrong_columns_are_reported(spark, log: Log) -> None:
     assert log.count() == 0
 
 
+@pytest.mark.parametrize("headers", ["[1]", "null", '"a"'])
+def test_headers_that_no_relay_could_send_are_refused(
+    spark, make_log, headers: str
+) -> None:
+    log: Log = make_log("sqlite")
+    frame = spark.createDataFrame([message(1, headers=headers)], COLUMNS)
+
+    with pytest.raises(Exception, match="headers of a message are a JSON object"):
+        frame.write.format("txmsg").mode("append").options(
+            url=log.spec.url, run="wrong"
+        ).save()
+
+    assert log.count() == log.count("django_txmsg_stagedmessage") == 0
+
+
 def staged(staging: Staging, task: str, rows: list[dict[str, Any]]) -> Brought:
     kinds = {
         "binary": pa.binary(),

@@ -130,12 +130,9 @@ def _amend(
     on_step("amending")
     ids = sorted(one[0] for one in set().union(*amended.values()))
     log.enter(
-        log.last + 1,
-        files,
-        replaced=amended,
-        amended=ids[:1000],
+        log.last + 1, files, replaced=amended, amended=ids[:1000],
         touched=[[after + 1, until]],
-    )
+    )  # fmt: skip
     on_step("amended")
 
 

@@ -151,8 +151,7 @@ class OutboxWriter(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Brought:
         """Write the rows of one attempt of a Spark task to the staging table."""
-        messages = (_complete(batch) for batch in iterator)
-        return self.staging.stage(attempt_key(), messages)
+        return self.staging.stage(attempt_key(), map(_complete, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Move the rows of the successful task attempts into the outbox."""
@@ -177,4 +176,8 @@ def _complete(batch: pa.RecordBatch) -> pa.RecordBatch:
         if values.null_count and not field.nullable:
             raise UsageError(f"A message without {field.name} cannot be stored.")
         arrays.append(values)
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    whole = pa.RecordBatch.from_arrays(arrays, schema=schema)
+    # The database parses them, and no relay could send other JSON.
+    if not all(one.lstrip().startswith("{") for one in whole["headers"].to_pylist()):
+        raise UsageError("The headers of a message are a JSON object.")
+    return whole
