@@ -51,6 +51,8 @@ LOCAL = {
     "spark.ui.retainedStages": "1",
     "spark.sql.shuffle.partitions": str(2 * (os.cpu_count() or 1)),
     "spark.ui.showConsoleProgress": "false",
+    # It records the caller of each expression for error messages: thousands of calls.
+    "spark.python.sql.dataFrameDebugging.enabled": "false",
 }
 
 #: The JVM's option for a run of seconds: it would spend most of its time on optimising

@@ -39,7 +39,7 @@ from ..progress import Step, no_step
 from ..runs import Run
 from ..schemas import struct_of
 from ..tally import Tally
-from ..transforms import timestamp
+from ..transforms import among, timestamp
 from ..transforms.journeys import (
     EXPECTED,
     JOURNEY,
@@ -321,7 +321,7 @@ class Journeys:
             whole = bool(ids) or (table != "inbox" and not self.goal)
             more: dict[str, Any] = {"whole": whole}
             if table == "outbox":
-                more["only"] = sf.col("message_id").isin(*messages)
+                more["only"] = among(messages)
                 for clock in clocks:
                     more["only"] |= sf.col(clock) >= sf.lit(day)
             return self._unsettled(table, struct, since=day, where=where, **more)

@@ -188,7 +188,7 @@ def run_reconcile(
         least = _judgement(spec, given, log, seen)
         since, earlier = least.since, list[DataFrame]()
         flows = Flows(log, least)
-        rest = journeys.rest(since, {*least.standing_ids, *flows.requests})
+        rest = journeys.rest(since, {*dict(least.standing), *flows.requests})
         if since is not None:
             # Older arrivals show which stages listen to topics.
             earlier.append(arrivals(log.listening(RECEIVED, day_of(since))))
@@ -271,17 +271,15 @@ def run_reconcile(
             services = sorted({one.service for one in spec.services})
             run.options |= {"services": services, "judged_until": judged.isoformat()}
             # Django's settings always have a retention, even if there are no stages.
-            declares = bool(spec.subscriptions or spec.retention)
-            run.options["declares_stages"] = declares
+            run.options["declares_stages"] = bool(spec.subscriptions or spec.retention)
             describe(spec.service(), run)
         for one in (listed, outcomes):
             one.unpersist()
     run.rows = found.counts.total()
     run.counts = dict(found.counts)
-    lost = LOST + STUCK
-    bad = {"lost": lost, "new": lost, "findings": FINDINGS, "never": ()}
     bearing = found.new if given.fail_on == "new" else found.unacknowledged
-    run.findings = any(bearing[kind] for kind in bad[given.fail_on])
+    bad = {"findings": FINDINGS, "never": ()}.get(given.fail_on, LOST + STUCK)
+    run.findings = any(bearing[kind] for kind in bad)
     return found
 
 

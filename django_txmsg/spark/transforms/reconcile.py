@@ -18,7 +18,7 @@ from pyspark.sql import types as t
 
 from ..noted import KEY
 from ..schemas import struct_of
-from . import EPOCH, MICROSECOND, timestamp
+from . import EPOCH, MICROSECOND, among, timestamp
 from .journeys import PROMPT, RESOLUTIONS, is_topic, merged
 
 VERDICT = struct_of(
@@ -90,11 +90,6 @@ class Judgement:
     #: The messages and runs about which there are findings, each with its verdict, and
     #: messages that have died or were redelivered since then.
     standing: Sequence[tuple[str, str]] = ()
-
-    @property
-    def standing_ids(self) -> set[str]:
-        """The ids of the messages and runs in `standing`."""
-        return {one for one, _ in self.standing}
 
     @property
     def strictest(self) -> dt.timedelta:
@@ -178,7 +173,7 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
             | (sf.col("due_again_at") >= start)
             | (sf.col("dispatched_at") >= start)
             | (sf.col("sent_again_at").isNull() & (sf.col("begun_at") >= start))
-            | sf.col("message_id").isin(*by.standing_ids)
+            | among(dict(by.standing))
         )
     first, last = sf.col("consumer"), sf.col("other_consumer")
     steps = journeys.withColumns(
