@@ -72,7 +72,11 @@ def plain_server(
         with contextlib.suppress(OSError, ValueError):
             sock = context.wrap_socket(raw, server_side=True) if tls else raw
             open_sockets.append(sock)
-            serve(Client(sock, over))
+            try:
+                serve(Client(sock, over))
+            finally:
+                if over.is_set():  # the encryption was ready too late to be closed
+                    sock.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         acceptor = threading.Thread(target=accept, daemon=True)
