@@ -30,7 +30,7 @@ from ..models.bulk_operation import BulkKind, BulkState
 from ..models.dead_letter import Resolution
 from ..models.fields import Later, limit_waits
 from ..models.monitoring import Deed, Done
-from ..rules import dead_letters
+from ..rules import dead_letters, outbox
 from ..runtime import database_health, liveness, notifications
 from ..runtime.notifications import notify
 from . import resolution, selection
@@ -67,7 +67,7 @@ def unsettled(operation: BulkOperation, using: str) -> bool:
     )
     for pk, message_id, stage in letters.values_list("pk", "message_id", "stage"):
         again: Any = OutboxMessage.objects.using(using).filter(
-            message_id=message_id, replay_id__startswith=f"dead-letter-{pk}-"
+            message_id=message_id, replay_id__startswith=f"{outbox.REDELIVERED}{pk}-"
         )
         if again.filter(dispatched_at=None, dead_at=None).exists():
             return True

@@ -34,6 +34,7 @@ from ..models.run import WaitsFor
 from ..models.turn import Turn
 from ..models.worker import living
 from ..rules.dead_letters import BODY_TOO_LONG, GONE_ON, TAKEN_IN
+from ..rules.outbox import REDELIVERED
 from ..sending import answering, storing, undoing
 from ..stages import all_stages, consumers
 from . import burial, resuming
@@ -448,7 +449,7 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
 
 def _replay_id(letter: DeadLetter) -> str:
     """Return a text that only the outbox row of this redelivery has."""
-    return f"dead-letter-{letter.pk}-{letter.deaths}"
+    return f"{REDELIVERED}{letter.pk}-{letter.deaths}"
 
 
 def _key(letter: DeadLetter) -> str:

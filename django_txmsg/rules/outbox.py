@@ -8,6 +8,8 @@ from .dead_letters import is_open
 #: How the `replay_id` of a message begins that the pipeline has stored under a new id.
 #: Like ordinary messages, it gets a place in the order of its key.
 NEW = "new/"
+#: How the `replay_id` of a redelivered dead letter begins.
+REDELIVERED = "dead-letter-"
 
 
 def wrong_run(name: str) -> str:

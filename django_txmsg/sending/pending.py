@@ -17,6 +17,7 @@ from ..errors import MAX_SECONDS, InvalidMessage
 from ..models import DeadLetter, OutboxMessage, Run
 from ..models.fields import limit_waits
 from ..models.run import WaitsFor
+from ..rules.outbox import REDELIVERED
 from ..runtime import database_health
 from . import answering
 from .scope import alias_of, current_scope, in_scope
@@ -52,10 +53,11 @@ def cancel_message(
     message of a run that start() has stored.
 
     If a run of a flow or a flow batch waits for the answer to the message, the answer
-    is `Dead("cancelled")`, unless a stage is processing the message. If a relay has
-    sent the message before and received no answer from the broker, the message may
-    arrive although it is cancelled. If it is a request, the stages of this project that
-    use this database drop it then. Raises InvalidMessage if the id is not a UUID.
+    is `Dead("cancelled")`, unless a stage is processing the message, or only its replay
+    is cancelled. If a relay has sent the message before and received no answer from the
+    broker, the message may arrive although it is cancelled. If it is a request, the
+    stages of this project that use this database drop it then. Raises InvalidMessage if
+    the id is not a UUID.
     """
     alias = _alias(message_id, using)
     rows = OutboxMessage.objects.db_manager(alias)
@@ -77,9 +79,12 @@ def cancel_message(
 
 
 def _answer_dead(row: OutboxMessage, using: str) -> None:
-    """Answer a cancelled message if it is a request. If its gather still held it back,
-    the answer lets no other request leave: it was not one of those on their way."""
-    if not wire.is_request(row.headers):
+    """Answer a cancelled message if it is a request, but not if it is the replay of a
+    request: that request has left before, and may still be answered. If its gather
+    still held it back, the answer lets no other request leave: it was not one of those
+    on their way."""
+    replayed = row.replay_id and not row.replay_id.startswith(REDELIVERED)
+    if replayed or not wire.is_request(row.headers):
         return
     headers = {**row.headers, wire.CORRELATION_ID: row.correlation_id}
     if row.due_at == row.expires_at:

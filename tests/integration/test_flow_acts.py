@@ -619,6 +619,26 @@ def test_cancel_does_not_wait_for_the_handler_of_its_request(
     assert not OutboxMessage.objects.filter(destination="acts.trip.steps").exists()
 
 
+@pytest.mark.parametrize("replay_id", ["again", "new/copies"])
+def test_cancel_of_a_replay_does_not_answer_the_first_request(replay_id: str) -> None:
+    """The first request still waits in its queue: its stage is paused, for example."""
+    run = begin()
+    ship()
+    take(stages.find(["acts.trip"])[0])
+    ship()
+    rows = OutboxMessage.objects.filter(message_id=again(run).request_id)
+    replayed = rows.get()
+    replayed.pk, replayed.replay_id, replayed.dispatched_at = None, replay_id, None
+    if replay_id != "again":
+        replayed.message_id = uuid.uuid4()
+    OutboxMessage.objects.bulk_create([replayed])
+
+    assert cancel_message(replayed.message_id)
+    drain()
+
+    assert (again(run).step, Shop.did) == ("approved", ["book", "pay"])
+
+
 def test_request_of_a_removed_broker_can_be_cancelled() -> None:
     run = begin()
     ship()
