@@ -42,14 +42,16 @@ MAY_UNDO = Rule(
 )
 
 #: Such a request, or an edited copy of one. A statement reads the ids of all copies
-#: once. They are few: an operator edits each of them.
+#: once. They are few: an operator edits each of them. (Without DISTINCT, PostgreSQL
+#: expects a hundred times as many, hashes none, and compares each row with all.)
 MAY_UNDO_COPY = MAY_UNDO | Rule(
     "{message_id} IN (WITH RECURSIVE copies (id) AS"  # noqa: S608 - constants only
     " (SELECT d.replaced_by FROM django_txmsg_deadletter d"
     f" JOIN django_txmsg_flowundo u ON u.request_id = d.message_id AND {_UNANSWERED}"
     " WHERE d.resolution = 'replaced' UNION SELECT d.replaced_by FROM copies"
     " JOIN django_txmsg_deadletter d ON d.message_id = copies.id"
-    " AND d.resolution = 'replaced') SELECT id FROM copies WHERE id IS NOT NULL)"
+    " AND d.resolution = 'replaced')"
+    " SELECT DISTINCT id FROM copies WHERE id IS NOT NULL)"
 )
 
 

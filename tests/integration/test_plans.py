@@ -20,6 +20,7 @@ from django_txmsg.dead_letters import bulk, selection
 from django_txmsg.models import (
     BulkOperation,
     DeadLetter,
+    FlowUndo,
     InboxMessage,
     OutboxMessage,
     QueueMessage,
@@ -27,6 +28,7 @@ from django_txmsg.models import (
     claiming,
 )
 from django_txmsg.models.claiming import MAX_BYTES, UNLIMITED, Room
+from django_txmsg.models.dead_letter import Resolution
 from django_txmsg.models.fields import NEVER, clock
 from django_txmsg.models.run import WaitsFor
 from django_txmsg.monitoring import periods, retention, waiting
@@ -368,6 +370,32 @@ def test_pruning_finds_its_rows_by_their_primary_keys_alone(model: Any) -> None:
         assert read_for(one_batch, "DELETE") < 1000
     assert pruned == [100]
     assert 0 < retention.count(kind, "default") < LATER / 2
+
+
+def test_pruning_compares_no_row_with_each_edited_copy_that_may_be_undone() -> None:
+    """The server looks each row up in a hash table, although it expects many more
+    copies than there are."""
+    run = Run(run_id=uuid.uuid4(), first_run=uuid.uuid4(), version=1)
+    run.turn = uuid.uuid4()
+    run.save()
+    request, copy = "md5('request' || n)::uuid", "md5('copy' || n)::uuid"
+    FlowUndo.objects.create(run=run, number=0, destination="tests.undo", body=b"")
+    copies(FlowUndo, number="n", request_id=request)
+    resolved = {"resolution": Resolution.REPLACED, "resolved_at": Now()}
+    DeadLetter.objects.create(message_id=uuid.uuid4(), **resolved)
+    copies(DeadLetter, message_id=request, replaced_by=copy)
+    ended = Now() - dt.timedelta(days=99)
+    dates = "first_received_at last_received_at processed_at"
+    InboxMessage.objects.create(
+        message_id=uuid.uuid4(), **dict.fromkeys(dates.split(), ended)
+    )
+    copies(InboxMessage, message_id=f"CASE n % 2 WHEN 0 THEN {copy} ELSE {request} END")
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE")
+    (kind,) = [one for one in retention.kinds() if one.model is InboxMessage]
+
+    assert read_for(lambda: next(retention.prune(kind, "default")), "DELETE") < 100_000
+    assert retention.count(kind, "default") == 0
 
 
 @pytest.mark.parametrize(
