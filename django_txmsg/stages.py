@@ -384,10 +384,10 @@ def _recorded(destination: str, broker: str) -> set[str]:
 unique.recorded_by(_recorded)
 
 
-def _receivers(destination: str, broker: str, using: str) -> list[str]:
-    known = _known()
-    names = consumers(destination, broker)
-    return [name for name in names if known[name].definition.using == using]
+def _receivers(destination: str, broker: str, using: str) -> dict[str, bool]:
+    found = [_known()[name] for name in consumers(destination, broker)]
+    here = [one for one in found if one.definition.using == using]
+    return {one.name: one.transaction == "outbox" for one in here}
 
 
 pending.received_by(_receivers)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 from django.db import OperationalError, connections, transaction
+from django.db.models import Q
+from django.db.models.functions import Now
 from django.utils import timezone
 
 from .. import wire
 from ..envelope.message import check_duration
 from ..errors import MAX_SECONDS, InvalidMessage
-from ..models import DeadLetter, OutboxMessage, Run
+from ..models import DeadLetter, InboxMessage, OutboxMessage, Run
 from ..models.fields import limit_waits
 from ..models.run import WaitsFor
 from ..rules.outbox import REDELIVERED
@@ -28,13 +30,14 @@ log = logging.getLogger("django_txmsg.flows")
 #: Longest wait, in seconds, for a stage that is processing a cancelled request.
 PATIENCE = 1.0
 
-_receivers: list[Callable[[str, str, str], Iterable[str]]] = []
+_receivers: list[Callable[[str, str, str], Mapping[str, bool]]] = []
 
 
-def received_by(receivers: Callable[[str, str, str], Iterable[str]]) -> None:
+def received_by(receivers: Callable[[str, str, str], Mapping[str, bool]]) -> None:
     """Register a function that returns the stages of this project that receive what is
-    sent to a destination. The function is called with the destination, its broker, and
-    the database that the stages use."""
+    sent to a destination, each with whether its inbox row is locked while the handler
+    runs. The function is called with the destination, its broker, and the database that
+    the stages use."""
     _receivers.append(receivers)
 
 
@@ -93,7 +96,17 @@ def _answer_dead(row: OutboxMessage, using: str) -> None:
     request = DeadLetter(
         message_id=row.message_id, broker=broker, destination=place, headers=headers
     )
-    stages = [name for one in _receivers for name in one(place, broker, using)]
+    stages: dict[str, bool] = {}
+    for one in _receivers:
+        stages |= one(place, broker, using)
+    unlocked = [name for name, locked in stages.items() if not locked]
+    begun = InboxMessage.objects.using(using).filter(
+        Q(due_at=None) | Q(lease_until__gte=Now()), message_id=row.message_id,
+        stage__in=unlocked, processed_at=None, dead_at=None, attempts__gt=0,
+    )  # fmt: skip
+    if begun.exists():
+        log.info("request %s has arrived: its stage will answer", row.message_id)
+        return
     try:
         with transaction.atomic(using=using), _limited_waits(using):
             answering.answer_dead(request, "cancelled", using=using, receivers=stages)

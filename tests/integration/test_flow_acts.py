@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 import json
 import re
@@ -22,7 +23,7 @@ from django_txmsg.consuming import bulk_thread
 from django_txmsg.dead_letters import burial
 from django_txmsg.envelope.failure import Failure
 from django_txmsg.errors import AlreadyResumed, AlreadyRunning
-from django_txmsg.flows import acts, cancel, resume, start
+from django_txmsg.flows import Flow, Next, acts, cancel, resume, start, step
 from django_txmsg.flows.deadlines import Deadlines
 from django_txmsg.models import (
     AuditEntry,
@@ -39,7 +40,8 @@ from django_txmsg.testing import drain
 from tests.docs.pages import ROOT
 from tests.running import committing, declared, put, ship, txmsg
 from tests.running import step as take
-from tests.trips import Order, Shop, Trip, begin, pay, trips, unpay, waiting
+from tests.shelved_flows import at_hand, shelved
+from tests.trips import Done, Order, Shop, Trip, begin, pay, trips, unpay, waiting
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient", "shop")]
 
@@ -617,6 +619,53 @@ def test_cancel_does_not_wait_for_the_handler_of_its_request(
     row.refresh_from_db()
     assert row.cancelled_at is not None
     assert not OutboxMessage.objects.filter(destination="acts.trip.steps").exists()
+
+
+@shelved
+class Charge(Flow[Order, str], name="acts.charge", within=dt.timedelta(hours=1)):
+    @step
+    def start(self, order: Order) -> Next[str]:
+        return self.ask(pay, order, then=self.paid)
+
+    @step
+    def paid(self, done: Done) -> Next[str]:
+        return done.by
+
+
+@pytest.mark.parametrize("mode", ["none", "best_effort_1pc"])
+def test_stage_that_runs_without_a_lock_answers_its_cancelled_request(
+    mode: str,
+) -> None:
+    charging, ends = threading.Event(), threading.Event()
+
+    def charge(order: Order) -> Done:
+        charging.set()
+        assert ends.wait(30)
+        return Done("charged")
+
+    def work() -> None:
+        take(stage)
+        connections.close_all()
+
+    stages.unregister("acts.pay")
+    with at_hand(Charge), declared(charge, pay, name="acts.pay", transaction=mode):
+        (stage,) = stages.find(["acts.pay"])
+        with transaction.atomic():
+            run = start(Charge, Order(1))
+        ship()
+        take(stages.find(["acts.charge"])[0])
+        ship()
+        rows = OutboxMessage.objects.filter(message_id=again(run).request_id)
+        rows.update(dispatched_at=None)  # its relay got no answer from the broker
+        with ThreadPoolExecutor() as pool:
+            worker = pool.submit(work)
+            assert charging.wait(30)
+            assert cancel_message(rows.get().message_id)
+            ends.set()
+            worker.result()
+        drain()
+
+    assert json.loads(again(run).answer) == "charged"
 
 
 @pytest.mark.parametrize("replay_id", ["again", "new/copies"])
