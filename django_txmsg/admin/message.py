@@ -254,7 +254,10 @@ def page(
             if outgoing and incoming and dead
             else ", or only in tables that you may not see"
         )
-        messages.warning(request, f"Message {message_id} is not here{why}.")
+        text = f"Message {message_id} is not here{why}."
+        if conf.get().LAKE is not None:
+            text += f" If it is in the lake: manage.py pipeline show {message_id}"
+        messages.warning(request, text)
         return led(request, "admin:app_list", "django_txmsg")
     first = known[0]
     correlation_id = next((one.correlation_id for one in known), "")

@@ -368,11 +368,18 @@ def test_the_flow_is_shown_as_a_tree(operator: Client) -> None:
     assert [node.current for node in nodes] == [False, True, False]
 
 
-def test_a_message_that_is_gone_leads_back_with_a_word(operator: Client) -> None:
-    response = operator.get(url(uuid.uuid4()), follow=True)
+@pytest.mark.parametrize("lake", [None, "file:///var/lake"])
+def test_a_message_that_is_gone_leads_back_with_a_word(
+    operator: Client, settings: Any, lake: str | None
+) -> None:
+    settings.TXMSG = {**settings.TXMSG, "LAKE": lake}
+    gone = uuid.uuid4()
+    response = operator.get(url(gone), follow=True)
 
     assert response.redirect_chain[0][0] == "/admin/django_txmsg/"
-    assert "is not here" in response.content.decode()
+    said = response.content.decode()
+    assert "is not here" in said
+    assert (f"manage.py pipeline show {gone}" in said) is (lake is not None)
     whole = operator.get(f"{url(uuid.uuid4())}body/outbox/1/")
     assert whole.status_code == 404
     assert operator.get(f"{url(uuid.uuid4())}body/elsewhere/1/").status_code == 404

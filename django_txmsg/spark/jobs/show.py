@@ -68,15 +68,15 @@ def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     """List the events of the messages with this id, key or correlation
     id. Raises EnvironmentFault if the lake does not have all archived rows."""
     lake = Lake(spec.lake) if spec.lake is not None and is_mounted(spec) else None
-    steps = sorted(
-        (
-            step
-            for table in TABLES.values()
-            for place, row in _rows(spec, lake, table, given.term)
-            for step in _steps(table, place, row)
-        ),
-        key=lambda step: (step["at"], step["message_id"]),
-    )
+    terms = {given.term}
+    with suppress(ValueError):
+        terms.add(str(uuid.UUID(given.term)))
+    rows = list(_rows(spec, lake, terms))
+    # Not every table has a key and a correlation id.
+    if (ids := {row["message_id"] for _, _, row in rows}) - terms:
+        rows = [one for one in _rows(spec, lake, ids) if one[2]["message_id"] in ids]
+    steps = [step for one in rows for step in _steps(*one)]
+    steps.sort(key=lambda step: (step["at"], step["message_id"]))
     run.rows = len(steps)
     run.lines = [
         f"{one['at']:%Y-%m-%d %H:%M:%S.%f}  {one['message_id']}  {one['service']}: "
@@ -93,17 +93,20 @@ def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
 
 
 def _rows(
-    spec: JobSpec, lake: Lake | None, table: Table, term: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    seen = set()
-    for source in (one.reading() for one in spec.services):
-        for row in _live(source, table, term):
-            seen.add(_identity(row))
-            yield "database", row
-    for row in _archived(lake, table, term) if lake is not None else ():
-        # A row is in both while its batch is on the way.
-        if _identity(row) not in seen:
-            yield "lake", row
+    spec: JobSpec, lake: Lake | None, terms: set[str]
+) -> Iterator[tuple[Table, str, dict[str, Any]]]:
+    """Yield the rows in which one of the columns `_KEYS` has one of these values, each
+    with its table and its place."""
+    for table in TABLES.values():
+        seen = set()
+        for source in (one.reading() for one in spec.services):
+            for row in _live(source, table, terms):
+                seen.add(_identity(row))
+                yield table, "database", row
+        for row in _archived(lake, table, terms) if lake is not None else ():
+            # A row is in both while its batch is on the way.
+            if _identity(row) not in seen:
+                yield table, "lake", row
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -111,50 +114,50 @@ def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["service"], row["id"], row["message_id"], row.get("stage")
 
 
-def _live(source: SourceSpec, table: Table, term: str) -> Iterator[dict[str, Any]]:
+def _live(
+    source: SourceSpec, table: Table, terms: set[str]
+) -> Iterator[dict[str, Any]]:
     database = open_database(source)
     columns = [one for one in table.columns if one.name not in _HEAVY]
-    text = "'" + term.replace("'", "''") + "'"
-    conditions = [f"{one.sql} = {text}" for one in columns if one.name in _KEYS[1:]]
+    texts = ", ".join("'" + one.replace("'", "''") + "'" for one in terms)
+    conditions = [f"{one.sql} IN ({texts})" for one in columns if one.name in _KEYS[1:]]
     with suppress(ValueError):
-        own = table.column("message_id").sql
-        conditions.append(f"{own} = {database.uuid(term)}")
+        own, ids = table.column("message_id").sql, map(database.uuid, terms)
+        conditions.append(f"{own} IN ({', '.join(ids)})")
     if conditions:
         for batch in database.read(table, columns, f"({' OR '.join(conditions)})"):
             for row in batch.to_pylist():
                 yield row | {"service": source.service}
 
 
-def _archived(lake: Lake, table: Table, term: str) -> Iterator[dict[str, Any]]:
+def _archived(lake: Lake, table: Table, terms: set[str]) -> Iterator[dict[str, Any]]:
     place = lake.table(table.name, table.lake_struct())
     struct = t.StructType([f for f in place.struct.fields if f.name not in _HEAVY])
-    with suppress(ValueError):
-        term = str(uuid.UUID(term))
-    keys = [one for one in _KEYS if one in struct.names]
-    files = (one for one in place.named() if _has(place, one, keys, term))
+    keys, wanted = [one for one in _KEYS if one in struct.names], pa.array(terms)
+    files = (one for one in place.named() if _has(place, one, keys, wanted))
     for batch in rows_as(place.files, place.root, struct, files):
-        yield from batch.filter(_matches(batch, keys, term)).to_pylist()
+        yield from batch.filter(_matches(batch, keys, wanted)).to_pylist()
 
 
-def _has(place: LakeTable, named: LakeFile, keys: Sequence[str], term: str) -> bool:
+def _has(place: LakeTable, named: LakeFile, keys: Sequence[str], terms: Any) -> bool:
     """Return whether a file has rows that match. This reads only the columns `keys`,
     and only if the file's statistics do not exclude a match."""
     path = f"{place.root}/{named.path}"
     schema = pa.schema([(one, pa.string()) for one in keys])
-    wanted = reduce(or_, [pc.field(one) == term for one in keys])
+    wanted = reduce(or_, [pc.field(one).isin(terms) for one in keys])
     try:
         fragment = ParquetFileFormat().make_fragment(path, place.files)
         possible = fragment.subset(wanted, schema=schema).row_groups
     except (OSError, pa.ArrowException) as error:
         raise spoilt(path, error) from error
     return bool(possible) and any(
-        pc.any(_matches(batch, batch.schema.names, term)).as_py()
+        pc.any(_matches(batch, batch.schema.names, terms)).as_py()
         for batch in rows_of(place.files, path, keys)
     )
 
 
-def _matches(batch: pa.RecordBatch, keys: Sequence[str], term: str) -> Any:
-    return reduce(pc.or_kleene, [pc.equal(batch.column(one), term) for one in keys])
+def _matches(batch: pa.RecordBatch, keys: Sequence[str], terms: Any) -> Any:
+    return reduce(pc.or_, [pc.is_in(batch.column(one), terms) for one in keys])
 
 
 def _steps(
