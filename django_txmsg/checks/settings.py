@@ -141,11 +141,16 @@ def _aliases() -> Iterator[CheckMessage]:
             "leave it out.",
             id="txmsg.E030",
         )
-    for alias in conf.get().PIPELINE.DATABASES:
+    lake = conf.get().LAKE
+    named = [
+        ('["PIPELINE"]["DATABASES"]', one) for one in conf.get().PIPELINE.DATABASES
+    ]
+    if lake is not None and lake.READER and "://" not in lake.READER:
+        named.append(('["LAKE"]["READER"]', lake.READER))
+    for name, alias in named:
         if alias not in connections:
             yield Error(
-                f'TXMSG["PIPELINE"]["DATABASES"] has {alias!r}, which is not in '
-                "DATABASES.",
+                f"TXMSG{name} has {alias!r}, which is not in DATABASES.",
                 hint=f"Known here: {', '.join(sorted(connections))}.",
                 id="txmsg.E006",
             )

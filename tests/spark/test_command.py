@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.conf import settings
@@ -273,7 +274,7 @@ def test_sqlite_by_another_name_is_read(monkeypatch) -> None:
 
 def test_unsupported_database_is_reported(monkeypatch) -> None:
     monkeypatch.setattr(connections["other"], "vendor", "mysql")
-    with pytest.raises(CommandError, match="'other' is on mysql"):
+    with pytest.raises(UsageError, match="'other' is on mysql"):
         source_spec("other", "shop")
 
 
@@ -310,9 +311,24 @@ def test_a_column_of_a_newer_release_is_reported(make_log) -> None:
         count_lost(connection, log.spec, LOST)
 
 
-def test_unknown_database_is_reported() -> None:
-    with pytest.raises(CommandError, match="no database 'nowhere'"):
-        call_command("pipeline", "--database", "nowhere", "archive")
+@pytest.mark.parametrize(
+    ("txmsg", "options", "match"),
+    [
+        ({}, ["--database", "nowhere"], "no database 'nowhere'"),
+        ({"PIPELINE": {"DATABASES": ["nowhere"]}}, [], "no database 'nowhere'"),
+        ({"PIPELINE": {"EXTERNALS": []}}, [], 'Did you mean "EXTERNAL"'),
+    ],
+)
+def test_a_wrong_setting_is_reported_and_is_no_finding(
+    txmsg: dict[str, Any], options: list[str], match: str
+) -> None:
+    with (
+        override_settings(TXMSG=txmsg),
+        pytest.raises(CommandError, match=match) as refused,
+    ):
+        call_command("pipeline", *options, "archive")
+
+    assert refused.value.returncode == 2
 
 
 HANGING = """

@@ -219,12 +219,27 @@ def test_requests_with_an_unknown_database_are_an_error() -> None:
         assert only(check()).id == "txmsg.E006"
 
 
-def test_a_pipeline_with_an_unknown_database_is_an_error() -> None:
-    with txmsg(PIPELINE={"DATABASES": ["other", "archive"]}):
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (
+            {"PIPELINE": {"DATABASES": ["other", "archive"]}},
+            '["PIPELINE"]["DATABASES"]',
+        ),
+        (
+            {"LAKE": {"URI": "file:///lake", "READER": "archive"}},
+            '["LAKE"]["READER"]',
+        ),
+    ],
+)
+def test_a_pipeline_with_an_unknown_database_is_an_error(
+    given: dict[str, Any], name: str
+) -> None:
+    with txmsg(**given):
         found = only(check())
 
     assert found.id == "txmsg.E006"
-    assert "has 'archive', which is not in DATABASES" in found.msg
+    assert f"{name} has 'archive', which is not in DATABASES" in found.msg
 
 
 def test_a_database_of_another_vendor_is_an_error(

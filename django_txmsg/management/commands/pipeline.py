@@ -25,10 +25,11 @@ import django_txmsg
 
 from ... import conf, stages
 from ...django_internals import settings_of
+from ...errors import ConfigurationError
 from ...models import OutboxMessage
 from ...monitoring.databases import brokers_by_database
 from ...spark import cli
-from ...spark.errors import PipelineError
+from ...spark.errors import PipelineError, UsageError
 from ...spark.spec import (
     JobSpec,
     LakeSpec,
@@ -59,8 +60,6 @@ class Command(BaseCommand):
     def handle(self, *arguments: Any, **options: Any) -> None:
         """Run the job and exit with its code."""
         given, alias = argparse.Namespace(**options), options["database"]
-        if alias is None:
-            alias = router.db_for_write(OutboxMessage)
         if not (given.spec or apps.is_installed("django_txmsg.spark")):
             raise CommandError(
                 "The pipeline's tables come with an app of its own: add "
@@ -68,10 +67,15 @@ class Command(BaseCommand):
                 returncode=2,
             )
         try:
+            if alias is None:
+                alias = router.db_for_write(OutboxMessage)
             spec = JobSpec.load(given.spec) if given.spec else job_spec(alias)
             spec = cli.complete(spec, given)
         except PipelineError as error:
             raise CommandError(str(error), returncode=error.exit_code) from error
+        except ConfigurationError as error:
+            # With exit code 1, it would be taken for findings.
+            raise CommandError(str(error), returncode=2) from error
         if options["print_submit"]:
             self.stdout.write(self._submission(spec, given))
             return
@@ -191,13 +195,13 @@ def _read_by(source: SourceSpec, reader: str) -> SourceSpec:
 def source_spec(alias: str, service: str) -> SourceSpec:
     """Return the specification of a database in Django's settings."""
     if alias not in connections:
-        raise CommandError(f"There is no database {alias!r} in the settings.")
+        raise UsageError(f"There is no database {alias!r} in the settings.")
     connection, database = connections[alias], settings_of(connections[alias])
     if connection.vendor == "sqlite":
         path = Path(database["NAME"]).absolute()
         return SourceSpec(service, f"sqlite:///{quote(str(path))}")
     if connection.vendor != "postgresql":
-        raise CommandError(
+        raise UsageError(
             f"The pipeline reads PostgreSQL and SQLite; {alias!r} is on "
             f"{connection.vendor}."
         )
