@@ -626,6 +626,32 @@ def test_job_that_cannot_be_started_is_reported_and_holds_up_no_alert(
     assert not [line for line in said if "The database cannot be used" in line]
 
 
+def test_a_job_that_is_stopped_with_follow_has_not_failed(
+    make_log: Callable[..., Log], lake: LakeSpec, monkeypatch
+) -> None:
+    """systemd and a terminal send the signal to all processes of `follow`."""
+    log: Log = make_log("sqlite")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    options, spec = (
+        but(OPTIONS, reconcile_every=timedelta(hours=1)),
+        JobSpec((log.spec,), lake),
+    )
+    stop, said = threading.Event(), list[str]()
+    follower = Follower(spec, options, None, stop, say=said.append)
+    with log.connected() as connection, recorded(spec, "follow", {}) as run:
+        follower._round(connection, run)
+        assert follower.beside.job == "reconcile"
+        stop.set()
+        # The fake has ended at once.
+        wait_until(lambda: follower.beside._process.poll() is not None)
+        follower._round(connection, run)
+    follower.beside.stop()
+
+    assert not [line for line in said if "has failed" in line]
+    count = "SELECT count(*) FROM django_txmsg_pipelinealert WHERE name = 'reconcile'"
+    assert log.value(count) == 0
+
+
 def test_alert_of_failed_reconciliations_goes_on_after_a_restart(
     make_log: Callable[..., Log], lake: LakeSpec, monkeypatch
 ) -> None:

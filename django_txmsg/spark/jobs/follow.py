@@ -299,7 +299,8 @@ class Follower:
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
         """Check whether the job in the Spark process has ended. If it has failed,
         report its error. If it was `reconcile`, record the measured values."""
-        facts = self.beside.poll()
+        # The signal that stops `follow` may have ended that process, too.
+        facts = None if self.stop.is_set() else self.beside.poll()
         if facts is None:
             return
         self.unerased.close()
