@@ -312,11 +312,9 @@ def execute(spec: JobSpec, given: argparse.Namespace) -> int:
             facts = {"job": given.job, "error": hidden(str(fault))}
             _say(json.dumps(facts | {"exit_code": fault.exit_code}))
         return _fail(given.job, fault)
-    if given.json:
-        _say(json.dumps(run.facts, default=str))
-    else:  # the statements of `views` are for a database to read
-        shown = run.lines if given.job == "views" else map(printable, run.lines)
-        _say("\n".join(shown))
+    # The statements of `views` are for a database to read.
+    shown = run.lines if given.job == "views" else map(printable, run.lines)
+    _say(json.dumps(run.facts, default=str) if given.json else "\n".join(shown))
     return run.exit_code
 
 

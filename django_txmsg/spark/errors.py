@@ -67,8 +67,10 @@ _FULL = (
     "replaced."
 )
 #: Advice, by what every library says of a disk without room, of a quota that is used
-#: up, and of a file that may not grow further.
+#: up, of a file that may not grow further, and of a server that expects a password.
 _ADVICE = {
+    "no password supplied": " Set the environment variable TXMSG_PASSWORD_NAME, with "
+    "the service's name in capitals as NAME, before you run the job.",
     os.strerror(errno.ENOSPC): _FULL,
     os.strerror(errno.EDQUOT): _FULL,
     os.strerror(errno.EFBIG): " Nothing is lost: raise the limit of this user (`ulimit "

@@ -288,7 +288,7 @@ def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Non
             )
         run.lines.append(
             f"{unknown} It {would} expected to receive nothing from "
-            f"{until:%Y-%m-%d %H:%M:%S} on."
+            f"{until:%Y-%m-%d %H:%M:%S} UTC on."
         )
         # What it has received shows since when it listened.
         ended = [Listener(destination, consumer, until, until)]
@@ -314,6 +314,6 @@ def kept_listeners(lake: Lake) -> list[Listener]:
 
 
 def _interval(one: Listener) -> str:
-    since = "ever" if one.since == EVER else f"{one.since:%Y-%m-%d %H:%M:%S}"
-    until = f", until {one.until:%Y-%m-%d %H:%M:%S}" if one.until else ""
+    since = "ever" if one.since == EVER else f"{one.since:%Y-%m-%d %H:%M:%S} UTC"
+    until = f", until {one.until:%Y-%m-%d %H:%M:%S} UTC" if one.until else ""
     return f"since {since}{until}"

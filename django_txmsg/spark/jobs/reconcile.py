@@ -443,8 +443,8 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Non
     if unseen := found.unacknowledged.total():
         lines.append(f"  {unseen:,} findings not acknowledged: `pipeline findings`.")
     for one in found.examples:
-        since = f", known since {one['known_since']}" if one["known_since"] else ""
-        lines.append(f"  {described(one)}, sent {one['sent_at']}{since}")
+        since = f", known since {one['known_since']} UTC" if one["known_since"] else ""
+        lines.append(f"  {described(one)}, sent {one['sent_at']} UTC{since}")
     lines += [f"  {one.describe()}" for one in found.clocks]
     lines += [
         f"  {one.consumer} is expected to receive from {one.destination} what was sent"

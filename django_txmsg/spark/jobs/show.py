@@ -79,7 +79,7 @@ def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
     steps.sort(key=lambda step: (step["at"], step["message_id"]))
     run.rows = len(steps)
     run.lines = [
-        f"{one['at']:%Y-%m-%d %H:%M:%S.%f}  {one['message_id']}  {one['service']}: "
+        f"{one['at']:%Y-%m-%d %H:%M:%S.%f} UTC  {one['message_id']}  {one['service']}: "
         f"{one['what']} ({one['place']})"
         for one in steps
     ]
