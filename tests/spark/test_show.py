@@ -49,6 +49,7 @@ def test_a_message_is_shown_from_databases_and_lake(make_log, lake: LakeSpec) ->
         ("payments", "database", "dead letter: redeliveries_exhausted"),
     ]  # fmt: skip
     assert {one["message_id"] for one in by_id} == {str(message)}
+    assert "00 UTC  " in outcome(spec, "show", str(message)).lines[0]
     # Also the rows in which a message has no key.
     assert run(spec, "show", "customer's")["steps"] == by_id
     assert "know 'nothing'" in outcome(spec, "show", "nothing").lines[0]
@@ -154,4 +155,11 @@ def test_an_unreachable_database_is_told_in_a_sentence(url: str) -> None:
     with pytest.raises(
         EnvironmentFault, match=r"no SQLite database|[Cc]onnection refused"
     ):
+        run(spec, "show", "k")
+
+
+def test_the_variable_of_a_missing_password_is_named(pg_log: Log) -> None:
+    source = replace(pg_log.spec, url=pg_log.spec.shown, password_env="")
+    spec = JobSpec((source,))
+    with pytest.raises(EnvironmentFault, match="variable TXMSG_PASSWORD_NAME"):
         run(spec, "show", "k")
