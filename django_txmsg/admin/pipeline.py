@@ -181,7 +181,9 @@ class FindingAdmin(ReadOnlyAdmin):
             shown = self._shown(request, findings)
         if shown is None:
             others = chosen.count() - findings.count()
-            return self._ask(request, findings, "replay", others=others)
+            # Without a consumer, the relay has given up: a replay sends the message.
+            dead = findings.filter(verdict="dead").exclude(consumer="").count()
+            return self._ask(request, findings, "replay", others=others, dead=dead)
         using = router.db_for_write(Finding)
         with audited(using):
             found = list(shown.select_for_update().order_by("pk"))

@@ -178,6 +178,24 @@ def test_replay_asks_again_if_the_time_of_its_page_is_not_what_was_shown(
     assert not PipelineRun.objects.exists()
 
 
+def test_the_page_of_a_replay_says_that_it_does_not_help_dead_letters(
+    findings: list[Finding], settings
+) -> None:
+    settings.TXMSG = {**settings.TXMSG, "SERVICE": "shop"}
+    Finding.objects.update(sender="shop", verdict="dead", consumer="payments/charge")
+    relays = findings[0]
+    Finding.objects.filter(pk=relays.pk).update(consumer="")
+    client = log_in("view_finding", "replay_finding")
+
+    def asked(chosen: list[Finding]) -> str:
+        keys = [str(one.pk) for one in chosen]
+        page = client.post(URL, {"action": "replay", ACTION_CHECKBOX_NAME: keys})
+        return page.content.decode()
+
+    assert f"{len(findings) - 1} dead letters drop the copies" in asked(findings)
+    assert "drop the copies" not in asked([relays])
+
+
 def test_replay_without_its_permission_or_its_page_requests_nothing(
     findings: list[Finding], settings
 ) -> None:
