@@ -58,7 +58,7 @@ def test_other_tools_read_the_lake_as_documented(make_log, lake: LakeSpec) -> No
         if block.language == "python" and "/var/lake" in block.code:
             exec(block.code.replace("/var/lake", path), names)
 
-    assert names["lost"]["message_id"].to_pylist() == [lost]
+    assert names["journal"]["message_id"].to_pylist() == [lost]
     [row] = names["sent"].to_dicts()
     assert (row["day"], row["destination"]) == (LONG_AGO.date(), "orders.place")
     assert row["messages"] == 2
@@ -69,6 +69,8 @@ def test_other_tools_read_the_lake_as_documented(make_log, lake: LakeSpec) -> No
     assert sorted(rows.fetchall()) == sorted(
         [(lost, "never_received", "shop"), (processed, "ok", None)]
     )
+    [query] = (one.code for one in blocks(PAGE) if "FROM txmsg_findings" in one.code)
+    assert database.execute(query).fetchall()[0][0] == lost
     for view, expected in (("txmsg_findings", 1), ("txmsg_counts", 2)):
         [(count,)] = database.execute(f"SELECT count(*) FROM {view}").fetchall()
         assert count == expected
