@@ -81,7 +81,8 @@ def received(spark: Any, *rows: tuple[Any, ...], **more: Any) -> Any:
 
 def letters(spark: Any, *rows: tuple[Any, ...]) -> Any:
     names = ("service", "stage", "message_id", "destination", "message_created_at",
-             "created_at", "resolution", "resolved_at", "replaced_by")  # fmt: skip
+             "created_at", "resolution", "resolved_at", "replaced_by",
+             "reason")  # fmt: skip
     return spark.createDataFrame(
         [dict(zip(names, row, strict=False)) for row in rows], LETTERS
     )
@@ -355,6 +356,8 @@ def test_resolved_dead_letter_is_no_finding(spark) -> None:
         ],
         ("a", "refused", topic, at(0), None, None, at(2)),
         ("a", "too-late", "q", at(0), at(5), None, at(6)),
+        ("a", "withdrawn", "q", at(0), None, None, at(2)),
+        ("a", "withdrawn", "q", at(9), None, None, at(12), at(12)),
     )
     receipts = received(
         spark,
@@ -376,6 +379,7 @@ def test_resolved_dead_letter_is_no_finding(spark) -> None:
         ("b", "s", "again", "q", at(0), at(3), "redelivered", at(9)),
         ("b", "s", "died-again", "q", at(0), at(3), "discarded", at(9)),
         ("a", "", "refused", topic, at(0), at(2), "discarded", at(9)),
+        ("a", "", "withdrawn", "q", at(0), at(2), "redelivered", at(9)),
         ("a", "", "forgotten", "q", at(0), at(2), "discarded", at(9)),
     )
     listeners = expected(spark, (topic, "b/s", at(-1)))
@@ -387,7 +391,7 @@ def test_resolved_dead_letter_is_no_finding(spark) -> None:
     assert dict(verdicts.select("message_id", "verdict").collect()) == {
         "open": "dead", "discarded": "discarded", "replaced": "replaced",
         "again": "in_flight", "died-again": "dead", "refused": "discarded",
-        "too-late": "expired", "copy": "ok",
+        "too-late": "expired", "copy": "ok", "withdrawn": "cancelled",
     }  # fmt: skip
 
 
@@ -500,8 +504,10 @@ def test_message_without_inbox_row_has_the_fate_of_its_dead_letter(spark) -> Non
         *[("a", name, "q", at(0), None, at(1)) for name in ("open", "gone", "edited")],
         ("a", "expiring", "q", at(0), at(5), at(1)),
         ("a", "shared", topic, at(0), None, at(1)),
+        *[("a", name, "q", at(0), None, at(1)) for name in ("full", "purged", "tried")],
+        ("a", "tried", "q", at(3), None, at(4)),
     )
-    # Its stage could not read these messages.
+    # Its stage could not read these messages. The broker gave up the last three.
     buried = letters(
         spark,
         ("b", "s", "open", "q", at(0), at(2), "open", None),
@@ -510,6 +516,9 @@ def test_message_without_inbox_row_has_the_fate_of_its_dead_letter(spark) -> Non
         ("b", "s", "expiring", "q", at(0), at(2), "open", None),
         ("b", "s", "foreign", "q", None, at(2), "open", None),
         ("b", "s", "shared", topic, at(0), at(2), "open", None),
+        ("b", "", "full", "q", at(0), at(2), "open", None, None, "broker"),
+        ("b", "", "purged", "q", at(0), at(2), "discarded", at(3), None, "broker"),
+        ("b", "", "tried", "q", at(0), at(2), "redelivered", at(3), None, "broker"),
     )
     listeners = expected(spark, (topic, "b/s", at(-1)), (topic, "b/other", at(-1)))
 
@@ -520,8 +529,9 @@ def test_message_without_inbox_row_has_the_fate_of_its_dead_letter(spark) -> Non
     rows = verdicts.select("message_id", "consumer", "verdict").collect()
     assert sorted(map(tuple, rows)) == [
         ("edited", None, "replaced"), ("expiring", None, "dead"),
-        ("gone", None, "discarded"), ("open", None, "dead"),
-        ("shared", "b/other", "never_received"), ("shared", "b/s", "dead"),
+        ("full", None, "dead"), ("gone", None, "discarded"), ("open", None, "dead"),
+        ("purged", None, "discarded"), ("shared", "b/other", "never_received"),
+        ("shared", "b/s", "dead"), ("tried", None, "never_received"),
     ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ from .listeners import Listener
 from .reading import WholeLog, day_of
 
 #: The definition of a journey and its format. Journeys of another version are rebuilt.
-VERSION = 7
+VERSION = 8
 #: Operations of the Delta library that do not change a table's content.
 _HARMLESS = frozenset(["ADD COLUMN", "OPTIMIZE", "VACUUM START", "VACUUM END"])
 

@@ -14,6 +14,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
 from ... import wire
+from ...rules.dead_letters import TAKEN_IN
 from ..schemas import struct_of
 from . import MICROSECOND
 
@@ -37,7 +38,7 @@ RECEIVED = struct_of(
 LETTERS = struct_of(
     "service string, stage string, message_id string, destination string, "
     "message_created_at timestamp, created_at timestamp, resolution string, "
-    "resolved_at timestamp, replaced_by string"
+    "resolved_at timestamp, replaced_by string, reason string"
 )
 
 #: How an operator resolves a dead letter, and the column that has the instant.
@@ -165,17 +166,19 @@ def resolutions(letters: DataFrame) -> DataFrame:
     """Return JOURNEY rows: one step for each dead letter, and one for each copy that an
     operator has sent instead. A copy for a stage is parked directly in the inbox, so no
     outbox contains it. A dead letter without a stage belongs to a message that could
-    not be sent."""
+    not be sent, or that the broker has dead-lettered. To a topic, the broker sends many
+    copies, and does not report which stage should have received that one."""
     stage, topic = sf.col("stage") != "", is_topic(sf.col("destination"))
     consumer = sf.concat_ws("/", "service", "stage")
     pair = sf.when(topic & stage, consumer).otherwise("")
     copied = sf.col("resolved_at")
+    by_broker = sf.col("reason").isin(*TAKEN_IN) & ~topic
     return _step(
         letters,
         pair=pair,
         begun_at=sf.coalesce("message_created_at", "created_at"),
         # A message that its stage could not read has no inbox row.
-        buried_at=sf.when(stage, sf.col("created_at")),
+        buried_at=sf.when(stage | by_broker, sf.col("created_at")),
         **{
             name: sf.when(sf.col("resolution") == kind, sf.col("resolved_at"))
             for kind, name in RESOLUTIONS.items()

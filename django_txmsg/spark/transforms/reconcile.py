@@ -190,7 +190,12 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
             ),
             "was_sent": (sf.col("stored") > 0) | sf.col("copied_at").isNotNull(),
             "in_outbox": sf.col("stored") > 0,
-            "by_intent": sf.col("cancelled") == sf.col("died"),
+            # It may have died at its relay, and been redelivered, before that.
+            "by_intent": (sf.col("cancelled") > 0)
+            & (sf.col("stored") == sf.col("died"))
+            & (
+                (sf.col("cancelled") == sf.col("died")) | sf.isnotnull("redelivered_at")
+            ),
         }
     )
     # A message to a topic without listeners has no receiver to judge. A listener that
@@ -225,10 +230,9 @@ def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
         sf.min("found_at").alias("first_at"),
         sf.max("acknowledged_at").alias("acknowledged_at"),
     )
-    present = timestamp(now)
     return (
         findings.join(first, is_finding("known_"), "left")
-        .withColumn("found_at", sf.coalesce("first_at", present))
+        .withColumn("found_at", sf.coalesce("first_at", timestamp(now)))
         .select(*FINDING.fieldNames())
     )
 
@@ -374,15 +378,13 @@ def _verdict(by: Judgement) -> Column:
     unknown = ~sf.col("was_sent") & ~foreign & came & sf.coalesce(kept, sf.lit(True))
     brokers = [one[len(BROKER) :] for one in by.external if one.startswith(BROKER)]
     names = [one for one in by.external if not one.startswith(BROKER)]
-    consumers = [one for one in names if "/" in one]
     elsewhere = (
         fits(sf.col("destination"), names)
-        | fits(sf.col("consumer"), consumers)
+        | fits(sf.col("consumer"), [one for one in names if "/" in one])
         | fits(sf.col("broker"), brokers)
         | _is_a_task(by)
     )
     processed = sf.col("processed_at").isNotNull()
-    died = sf.col("died_at").isNotNull()
     ended = sf.greatest("buried_at", "died_at")
     # As long as nothing has happened since an operator resolved it.
     resolved = {
@@ -398,7 +400,7 @@ def _verdict(by: Judgement) -> Column:
         .when(processed & (took > _late(by)), "late")
         .when(processed & (sf.col("deliveries") > 1), "redelivered_deduplicated")
         .when(processed, "ok")
-        .when(sf.col("received_at").isNull() & died & sf.col("by_intent"), "cancelled")
+        .when(sf.col("received_at").isNull() & sf.col("by_intent"), "cancelled")
         .when(resolved["discarded"], "discarded")
         .when(resolved["replaced"], "replaced")
         .when(sf.coalesce("revoked_at", "died_at") >= sf.col("expires_at"), "expired")
