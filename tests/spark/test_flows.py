@@ -13,7 +13,7 @@ import pytest
 from django.db import transaction
 from django.utils import timezone
 
-from django_txmsg import wire
+from django_txmsg import Destination, wire
 from django_txmsg.flows import Flow, Next, cancel, resume, start, step
 from django_txmsg.management.commands.pipeline import source_spec
 from django_txmsg.models import (
@@ -38,7 +38,7 @@ from tests.spark.archives import delta_rows, hashes_in, hashes_of_lake
 from tests.spark.conftest import committing
 from tests.spark.log import UTC, Log
 from tests.spark.running import run
-from tests.trips import Order, begin, trips, waiting
+from tests.trips import Done, Order, begin, trips, waiting
 
 pytestmark = [committing, pytest.mark.usefixtures("trip")]
 
@@ -252,6 +252,45 @@ def test_a_run_that_is_stuck_is_found_whenever_it_began(
     found = judged(spec, "--since", "24h")
 
     assert found == {("unanswered", str(stuck.run_id), "acts.trip")}
+
+
+rent = Destination("acts.rent", Order, reply=Done, foreign=True)
+unrent = Destination("acts.unrent", Order, foreign=True)
+
+
+@shelved
+class Renting(Flow[Order, str], name="acts.renting", within=timedelta(days=2)):
+    @step
+    def start(self, order: Order) -> Next[str]:
+        return self.ask(rent, order, then=self.rented, undo=unrent)
+
+    @step
+    def rented(self, done: Done) -> Next[str]:
+        return done.by
+
+
+def test_a_run_waits_until_a_foreign_request_has_expired(
+    spark: Any, spec: JobSpec
+) -> None:
+    """The undo of the request is due when the request has expired."""
+    with at_hand(Renting):
+        with transaction.atomic():
+            run_ = start(Renting, Order(1))
+        drain("acts.renting", "acts.renting.steps")
+        with transaction.atomic():
+            cancel(run_, "closed")
+        drain("acts.renting", "acts.renting.steps")
+    ago = timezone.now() - timedelta(hours=8)
+    assert Run.objects.filter(waits_for="undo").update(since=ago)
+    words = ("--stuck-after", "6h", "--external", "acts.rent")
+
+    assert judged(spec, *words) == set()
+
+    undo = OutboxMessage.objects.filter(destination="acts.unrent")
+    undo.update(created_at=ago, due_at=ago)
+    assert {verdict for verdict, *_ in judged(spec, *words)} == {
+        "not_undone", "not_sent",
+    }  # fmt: skip
 
 
 @shelved

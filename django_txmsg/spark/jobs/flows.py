@@ -11,7 +11,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 
 from ..noted import MOST
-from ..schemas import FLOW_RUNS, FLOW_UNDOS, struct_of
+from ..schemas import FLOW_RUNS, FLOW_UNDOS
 from ..transforms import timestamp
 from ..transforms.reconcile import VERDICT, Judgement, of_service
 from .journeys import Journeys
@@ -42,9 +42,6 @@ UNDO = FLOW_UNDOS.narrow((
     "service", "message_id", "destination", "request_id", "created_at", "confirmed_at",
 ))  # fmt: skip
 
-#: What the message log says of a request: whether it was stored, and when processed.
-REQUEST = struct_of("request_id string, was_sent boolean, processed_at timestamp")
-
 
 class Flows:
     """The runs that can have a verdict, with their undos and requests, of all services:
@@ -68,11 +65,10 @@ class Flows:
         failed = self._runs.where(_undoing())
         failed = failed.select("service", "message_id", "flow", "ended_at")
         self._undos = undos.join(failed, ["service", "message_id"])
-        waiting = _waits_for("answer") & (sf.col("since") < self._stuck)
-        asked = self._runs.where(waiting).select("request_id")
-        undone = self._undos.select("request_id")
-        ids = asked.unionByName(undone).where("request_id IS NOT NULL")
-        self._ids = ids.distinct()
+        waiting = _waits_for("answer", "undo") & (sf.col("since") < self._stuck)
+        ids = self._runs.where(waiting).select("request_id")
+        ids = ids.unionByName(self._undos.select("request_id")).distinct()
+        self._ids = ids.where("request_id IS NOT NULL")
         # With more than MOST, all messages are read.
         self.requests = [row[0] for row in self._ids.limit(MOST + 1).collect()]
 
@@ -89,15 +85,16 @@ class Flows:
         return found
 
     def _asked(self, rest: DataFrame, journeys: Journeys) -> DataFrame:
-        """Return the REQUEST rows of the requests."""
-        if not self.requests:
-            return rest.sparkSession.createDataFrame([], REQUEST)
-        known = journeys.read()
+        """Return what the message log has about requests, and about the undos for which
+        runs wait: whether they were stored, when they were due, and when they were
+        processed."""
+        known = journeys.read() if self.requests else None
         told = rest if known is None else rest.unionByName(known)
         wanted = self._ids.withColumnRenamed("request_id", "message_id")
         told = told.join(wanted, "message_id", "left_semi")
         return told.groupBy(sf.col("message_id").alias("request_id")).agg(
             (sf.sum("stored") > 0).alias("was_sent"),
+            sf.max("due_again_at").alias("left_at"),
             sf.max("processed_at").alias("processed_at"),
         )
 
@@ -117,11 +114,13 @@ class Flows:
         overdue = sf.col("due_at") < self._stuck
         idle = _waits_for("itself") & late
         unanswered = overdue | idle | answerless | _undelivered()
+        # The undo of a foreign request waits until the request has expired.
+        begun = sf.coalesce(sf.col("left_at") < self._stuck, sf.lit(True))
         return waits.select(
             "message_id",
             sf.col("flow").alias("destination"),
             "due_at",
-            sf.when(_waits_for("undo") & late, "not_undone")
+            sf.when(_waits_for("undo") & late & begun, "not_undone")
             .when(sf.coalesce(unanswered, sf.lit(False)), "unanswered")
             .alias("verdict"),
             *_of_each(),
@@ -161,8 +160,8 @@ def _undoing() -> Column:
     return _waits_for("undo") | (sf.col("result") == "failed")
 
 
-def _waits_for(what: str) -> Column:
-    return sf.col("ended_at").isNull() & (sf.col("waits_for") == what)
+def _waits_for(*what: str) -> Column:
+    return sf.col("ended_at").isNull() & sf.col("waits_for").isin(*what)
 
 
 def _undelivered() -> Column:
