@@ -82,6 +82,44 @@ def test_no_verdict_where_the_senders_outbox_is_pruned(spark, make_log) -> None:
         assert facts["not_judged"] == 1
 
 
+@pytest.mark.parametrize("pruned", ["outbox", "inbox"])
+def test_rows_that_a_flow_keeps_do_not_show_that_others_were_kept(
+    spark, make_log, pruned: str
+) -> None:
+    """A request that may be undone is kept in the outbox until it has expired. The
+    message that has started a run is kept in the inbox until the run has ended. All
+    other rows of their age were pruned on one side."""
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    request, old, seen = ids(3)
+    ages = {request: 25, old: 10, seen: 5}
+    shop.send(
+        [{"message_id": one, "created_at": NOW - age * DAY, "expires_at":
+          NOW + 5 * DAY if one == request else None} for one, age in ages.items()]
+    )  # fmt: skip
+    payments.receive(
+        [{"message_id": one, "first_received_at": NOW - age * DAY}
+         for one, age in ages.items()]
+    )  # fmt: skip
+    texts = ("key", "state", "step", "reads", "otherwise", "asked", "answer",
+             "answer_type", "outcome", "correlation_id")  # fmt: skip
+    payments.insert(
+        "django_txmsg_run",
+        [{**dict.fromkeys(texts, ""), "run_id": request, "first_run": request,
+          "service": "payments", "flow": "pay", "version": 1, "turn": request,
+          "waits_for": "resume", "failing": False, "undos": 0, "caller": {}, "hop": 0,
+          "baggage": {}, "since": NOW, "created_at": NOW}]
+    )  # fmt: skip
+    log = shop if pruned == "outbox" else payments
+    log.execute(f"DELETE FROM django_txmsg_{pruned}message WHERE id = 2")
+    kept = {"outbox": 7, "inbox": 7}
+
+    for shop_first in (True, False):
+        logs = (shop.spec, payments.spec)[:: 1 if shop_first else -1]
+        facts = run(JobSpec(logs, retention=kept), *JUDGE)
+
+        assert (facts["counts"], facts["not_judged"]) == ({"ok": 2}, 1)
+
+
 @pytest.mark.parametrize("vendor", ["sqlite", "postgresql"])
 def test_no_verdict_where_the_receiver_has_pruned_all_rows(
     spark, make_log, vendor: str

@@ -35,10 +35,13 @@ from ..transforms import EPOCH, whole_log, with_cancelled
 FEW = 20_000
 #: When a row ended, and a condition: the row is kept for a fixed time after that.
 _ENDED = {
-    "outbox": ("dispatched_at", "dispatched_at IS NOT NULL"),
+    # A flow's request that may be undone is kept until it has expired.
+    "outbox": ("dispatched_at", "dispatched_at IS NOT NULL AND expires_at IS NULL"),
     # Each copy that arrives later prolongs the time.
     "inbox": ("processed_at", "processed_at IS NOT NULL AND deliveries = 1"),
 }
+#: The row is also kept as long as a run has no answer: it has started another run.
+_STARTS = "EXISTS (SELECT 1 FROM django_txmsg_run r WHERE r.run_id = message_id)"
 #: Whether rows of a table were deleted, as far as this role may see its sequence.
 _PRUNED = {
     "postgresql": "SELECT last_value > 0 AND NOT EXISTS (SELECT FROM {0} WHERE id = 1)"
@@ -168,8 +171,7 @@ class WholeLog:
         `whole`, the lake's rows of all days are read; `only` is a condition for
         them."""
         described = TABLES[table]
-        names = ("service", "id", "message_id", *struct.fieldNames())
-        narrow = described.narrow(names)
+        narrow = described.narrow(("service", "id", "message_id", *struct.fieldNames()))
         if since and not where:
             where = f"t.{described.clock} >= {{day}}"
         live = self.copied(described, narrow, where, since)
@@ -202,7 +204,7 @@ class WholeLog:
         struct = described.narrow(("id", end))
         oldest = (
             f"t.id = (SELECT id FROM {described.relation} WHERE {ended}"
-            f" ORDER BY {end}, id LIMIT 1)"
+            f" AND NOT {_STARTS} ORDER BY {end}, id LIMIT 1)"
         )
         archived = self._archived_from(table)
         first = self.spec.service().service
@@ -237,7 +239,8 @@ class WholeLog:
         named = [one for one in named if one.reaches(0, first[one.service])]
         if not named:
             return {}
-        struct = TABLES[table].narrow(("service", "id", end, "deliveries"))
+        columns = ("service", "id", end, "deliveries", "expires_at")
+        struct = TABLES[table].narrow(columns)
         rows = self._archived(table, struct, named, until=first).where(ended)
         first_row = sf.min(sf.struct(end, "id")).alias("row")
         # Of several databases, the lake does not tell whose row it is.

@@ -89,8 +89,7 @@ def id_ranges(database: Database, table: Table, count: int) -> list[Stretch]:
     different numbers of rows."""
     known = sorted(database.sample(table)) if count > 1 else []
     inner = {known[len(known) * part // count] for part in range(1, count) if known}
-    edges = [-(2**63), *sorted(inner), 2**63 - 1]
-    return [Stretch(*edge) for edge in pairwise(edges)]
+    return [Stretch(*edge) for edge in pairwise([-(2**63), *sorted(inner), 2**63 - 1])]
 
 
 class BatchReader(DataSourceReader):
