@@ -80,7 +80,8 @@ def place_of(spec: LakeSpec) -> Place:
             "recorded. Credentials and options belong in STORAGE_OPTIONS of "
             'TXMSG["LAKE"], or into the environment.'
         )
-    if parts.scheme == "file":
+    # In file://var/lake, var is a host, and the path would be /lake.
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return _local(unquote(parts.path), spec)
     uri = spec.uri.rstrip("/")
     if parts.scheme in ("s3", "s3a"):
@@ -92,7 +93,8 @@ def place_of(spec: LakeSpec) -> Place:
         files, path = fs.FileSystem.from_uri(uri)
     except (pa.ArrowInvalid, OSError) as error:
         raise EnvironmentFault(
-            f"The lake's address {spec.uri!r} is not understood: {error}."
+            f"The lake's address {spec.uri!r} is not understood: {error}. The URI of a "
+            "directory has three slashes: file:///var/lake."
         ) from error
     return Place(files, path.rstrip("/"), uri, spec, local=False)
 

@@ -94,6 +94,7 @@ def test_no_two_services_share_a_directory() -> None:
         ("/var/a\\b", "backslash"),
         ("var/lake", "absolute path"),
         ("nowhere://var/lake", "not understood"),
+        ("file://var/lake", "three slashes: file:///var/lake"),
     ],
 )
 def test_an_address_that_two_clients_may_read_differently_is_refused(
