@@ -84,7 +84,7 @@ def place_of(spec: LakeSpec) -> Place:
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return _local(unquote(parts.path), spec)
     uri = spec.uri.rstrip("/")
-    if parts.scheme in ("s3", "s3a"):
+    if parts.scheme in ("s3", "s3a") and parts.netloc:
         # This name works for pyarrow and the Delta library; Hadoop has another.
         uri = "s3://" + uri.partition("://")[2]
         path = unquote(f"{parts.netloc}{parts.path}").rstrip("/")
@@ -93,8 +93,8 @@ def place_of(spec: LakeSpec) -> Place:
         files, path = fs.FileSystem.from_uri(uri)
     except (pa.ArrowInvalid, OSError) as error:
         raise EnvironmentFault(
-            f"The lake's address {spec.uri!r} is not understood: {error}. The URI of a "
-            "directory has three slashes: file:///var/lake."
+            f"The lake's address {spec.uri!r} is not understood: {error}. Addresses "
+            "look like file:///var/lake or s3://bucket/lake."
         ) from error
     return Place(files, path.rstrip("/"), uri, spec, local=False)
 

@@ -94,7 +94,8 @@ def test_no_two_services_share_a_directory() -> None:
         ("/var/a\\b", "backslash"),
         ("var/lake", "absolute path"),
         ("nowhere://var/lake", "not understood"),
-        ("file://var/lake", "three slashes: file:///var/lake"),
+        ("file://var/lake", "look like file:///var/lake"),
+        ("s3:/bucket/lake", "or s3://bucket/lake"),
     ],
 )
 def test_an_address_that_two_clients_may_read_differently_is_refused(
