@@ -102,7 +102,13 @@ def lost(marks: Sequence[Mark], uri: str, log: BatchLog | None) -> list[Mark]:
     if log is not None and any(one.lake_id == log.identity for one in marks):
         own = (one for one in marks if one.lake_id == log.identity)
         return [one for one in own if one.purged_through > log.last]
-    return [one for one in marks if one.lake == uri and one.purged_through]
+    here = [one for one in marks if _plain(one.lake) == _plain(uri)]
+    return [one for one in here if one.purged_through]
+
+
+def _plain(address: str) -> str:
+    """Return a text that is the same for all spellings of the address of a lake."""
+    return address.removeprefix("file://").replace("s3a://", "s3://").rstrip("/")
 
 
 def lost_batches(

@@ -281,9 +281,8 @@ class LakeTable:
     def vacuum(self, hours: int, *, dry_run: bool) -> list[str]:
         """Delete the files that were removed from the table more than `hours` hours
         ago."""
-        return self.existing().vacuum(
-            hours, dry_run=dry_run, enforce_retention_duration=False
-        )
+        vacuum = self.existing().vacuum
+        return vacuum(hours, dry_run=dry_run, enforce_retention_duration=False)
 
     def orphans(self, service: str, before: dt.datetime) -> list[str]:
         """Return files of a service that are older than `before` and that the log has

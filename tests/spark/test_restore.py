@@ -151,6 +151,23 @@ def test_unmounted_lake_is_not_created_again(
     assert_moved_once(before, log, lake, set(before))
 
 
+@pytest.mark.parametrize("spelling", ["file://{}/", "{}", "{}/"])
+def test_unmounted_lake_is_missed_by_any_spelling_of_its_address(
+    make_log, lake: LakeSpec, tmp_path: Path, spelling: str
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(5)
+    archive(None, log, lake)
+    log.send_many(5)
+    place = tmp_path / "lake"
+    place.rename(tmp_path / "elsewhere")
+
+    with pytest.raises(EnvironmentFault, match=r"lost batches.*no lake"):
+        archive(None, log, LakeSpec(spelling.format(place)))
+
+    assert (place.exists(), log.count()) == (False, 5)
+
+
 def assert_no_job_runs(spec: JobSpec, why: str) -> None:
     """Check that every job that needs the lake's rows fails while the rows are
     missing."""
