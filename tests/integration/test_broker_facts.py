@@ -651,3 +651,28 @@ def test_rabbitmq_takes_shared_transient_queues_and_4_refuses_mirrors(
     else:
         rabbitmq.control(*mirrors)
         rabbitmq.control("clear_policy", "mirrors")
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("classic", 3), ("quorum", 10)])
+def test_rabbitmq_drops_the_surplus_of_a_classic_queue_that_gets_a_limit(
+    kind: str, kept: int, rabbitmq: RabbitMQ, channel: amqp.Channel
+) -> None:
+    """Even with `reject-publish`, which only refuses new messages afterwards."""
+    name, limit = uuid.uuid4().hex, '{"max-length": 3, "overflow": "reject-publish"}'
+    channel.queue_declare(name, auto_delete=False, durable=True,
+                          arguments={"x-queue-type": kind})  # fmt: skip
+
+    def count() -> int:
+        found: int = channel.queue_declare(name, passive=True).message_count
+        return found
+
+    for _ in range(10):
+        channel.basic_publish(amqp.Message(b"1", delivery_mode=2), routing_key=name)
+    wait_until(lambda: count() == 10)
+    rabbitmq.control("set_policy", name, f"^{name}$", limit, "--apply-to", "queues")
+    try:
+        wait_until(lambda: name in rabbitmq.control("list_queues", "policy"))
+        wait_until(lambda: count() == kept)
+    finally:
+        rabbitmq.control("clear_policy", name)
+        channel.queue_delete(name)
