@@ -237,14 +237,15 @@ class Ledger:
         return False
 
     def settle(
-        self, archived: pa.RecordBatch, hashes: Sequence[int], columns: Sequence[Column]
+        self, archived: pa.RecordBatch, columns: Sequence[Column]
     ) -> tuple[int, list[Row]]:
         """Delete each row that equals its copy in the lake. Checksums are compared row
         by row. Returns the number of deleted rows, and the rows that differ from their
         copies. A row is skipped if the database no longer has it, or if the row with
         this id now belongs to another message or stage."""
         ids = archived.column("id").to_pylist()
-        copies = dict(zip(zip(ids, whose(archived), strict=True), hashes, strict=True))
+        rows = zip(ids, whose(archived), strict=True)
+        copies = dict(zip(rows, row_hashes(archived, columns), strict=True))
         with self.connection.transaction():
             found = self._found(f"t.id IN ({', '.join(map(str, ids))})", columns)
             there = copies.keys() & found.keys()

@@ -28,7 +28,6 @@ from ..lake import LakeTable
 from ..lakefile import DayFiles, LakeFile, checksum, kept_rows, rows_of
 from ..ledger import Ledger, Row, whose
 from ..progress import Step
-from ..rowhash import row_hashes
 from ..schemas import TABLES, Column
 
 
@@ -79,9 +78,8 @@ def settle(
     for file in log.place.of_batches(log.service, after, until):
         different: set[Row] = set()
         for rows, columns in _slices(log, file, after, until):
-            hashes = row_hashes(rows, columns)
             began = time.monotonic()
-            deleted, living = ledger.settle(rows, hashes, columns)
+            deleted, living = ledger.settle(rows, columns)
             gone += deleted
             different.update(living)
             if ledger.spec.vendor == "sqlite":  # let others write
