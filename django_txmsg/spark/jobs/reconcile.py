@@ -439,9 +439,9 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Non
             "log of the service that should have sent or received them."
         )
     if new := found.new.total():
-        lines.append(f"  {new:,} findings are new.")
+        lines.append(f"  New findings: {new:,}.")
     if unseen := found.unacknowledged.total():
-        lines.append(f"  {unseen:,} findings not acknowledged: `pipeline findings`.")
+        lines.append(f"  Findings not acknowledged: {unseen:,} (`pipeline findings`).")
     for one in found.examples:
         since = f", known since {one['known_since']} UTC" if one["known_since"] else ""
         lines.append(f"  {described(one)}, sent {one['sent_at']} UTC{since}")
