@@ -358,6 +358,8 @@ def test_resolved_dead_letter_is_no_finding(spark) -> None:
         ("a", "too-late", "q", at(0), at(5), None, at(6)),
         ("a", "withdrawn", "q", at(0), None, None, at(2)),
         ("a", "withdrawn", "q", at(9), None, None, at(12), at(12)),
+        # Its broker got it, but broke the connection before it confirmed that.
+        ("a", "doubtful", "q", at(0), None, None, at(2), at(2)),
     )
     receipts = received(
         spark,
@@ -368,6 +370,7 @@ def test_resolved_dead_letter_is_no_finding(spark) -> None:
                 ("died-again", 30),
             )
         ],
+        ("b", "s", "doubtful", "q", at(0), at(1), None, None, 1),
         # A stage gets its copy here: it is in no outbox.
         ("b", "s", "copy", "q", at(0), at(9), at(10), None, 1),
     )  # fmt: skip
@@ -392,6 +395,7 @@ def test_resolved_dead_letter_is_no_finding(spark) -> None:
         "open": "dead", "discarded": "discarded", "replaced": "replaced",
         "again": "in_flight", "died-again": "dead", "refused": "discarded",
         "too-late": "expired", "copy": "ok", "withdrawn": "cancelled",
+        "doubtful": "in_flight",
     }  # fmt: skip
 
 

@@ -385,7 +385,8 @@ def _verdict(by: Judgement) -> Column:
         | _is_a_task(by)
     )
     processed = sf.col("processed_at").isNotNull()
-    ended = sf.greatest("buried_at", "died_at")
+    # A stage still processes a message that it got before the sender cancelled it.
+    ended = sf.greatest("buried_at", sf.when(~sf.col("by_intent"), sf.col("died_at")))
     # As long as nothing has happened since an operator resolved it.
     resolved = {
         kind: sf.coalesce(sf.col(name) >= ended, sf.lit(False))
