@@ -40,7 +40,7 @@ from .settlement import Receipts, Settlement, judge, split
 
 #: Longest wait, in seconds, for another relay that links messages of the same keys.
 LINK_WAIT = 1.0
-#: The same for each key if the keys of a batch are linked one by one.
+#: The same after that wait, for each key and for the next batches.
 KEY_WAIT = 0.01
 #: Seconds for which a lane claims no messages of a key that such a relay has locked.
 KEY_PAUSE = 1.0
@@ -291,7 +291,8 @@ class Lane:
         the others, and raise the error."""
         linked = partial(link, token=token, using=self.using, broker=self.broker_alias)
         try:
-            return linked(claimed, wait=LINK_WAIT)
+            # If keys are locked, their relay is stopped: to wait again does not help.
+            return linked(claimed, wait=KEY_WAIT if self.locked else LINK_WAIT)
         except AnyDatabaseError as error:
             keys = {row.key for row in claimed if row.unlinked}
             ready = [row for row in claimed if row.key not in keys]

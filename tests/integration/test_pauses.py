@@ -231,6 +231,34 @@ def test_messages_of_a_locked_key_do_not_fill_each_trial(
     assert queued(FULL) == [20, *range(20)]
 
 
+@pytest.mark.postgresql
+def test_many_locked_keys_of_a_trial_do_not_hold_up_other_destinations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trial meets 100 keys whose places another relay has locked. The lane waits for
+    that relay once, and not once for each ten keys."""
+    monkeypatch.setattr(lanes, "LINK_WAIT", 2.0)
+    keys = [f"k{n}" for n in range(10 * limits.FIRST_TRIAL)]
+    ROOM[FULL] = 0
+    store((FULL, None))
+    with (
+        psycopg.connect(**connection.get_connection_params()) as other,
+        at_work(Relay(["default"], ["default"], lanes=1)),
+    ):
+        other.execute(
+            "INSERT INTO django_txmsg_keytail (broker, destination, key, last_id,"
+            " last_at) SELECT 'default', %s, unnest(%s::text[]), gen_random_uuid(), 1",
+            [FULL, keys],
+        )
+        wait_until(lambda: TRIED[FULL] > 0)
+        del ROOM[FULL]
+        store(*[(FULL, key) for key in keys])
+        wait_until(OutboxMessage.objects.filter(lease_until__isnull=False).exists)
+        store((OK, None))
+        wait_until(lambda: queued(OK), deadline=5 * lanes.LINK_WAIT)
+        other.rollback()
+
+
 def test_only_one_lane_tries_a_paused_destination() -> None:
     ROOM[FULL] = 0
     store(*[(FULL, None)] * 50)
