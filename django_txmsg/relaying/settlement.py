@@ -150,7 +150,7 @@ class Settlement:
         if not (rows and self.lease.lapsed):
             return rows
         ids = [row.id for row in rows]
-        with self.lease.renewing:
+        with self.lease.between_renewals():
             held = set(self._outbox().extend(ids, self.token, self.lease.seconds))
         self._lost(len(ids) - len(held))
         keys = {row.key for row in rows if row.id not in held} - {""}
@@ -164,7 +164,7 @@ class Settlement:
         ids = [row.id for row in rows]
 
         def release() -> int:
-            with self.lease.renewing:
+            with self.lease.between_renewals():
                 return self._outbox().release(ids, self.token, skip_locked=True)
 
         self._fenced(0, release)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from django.db import connections
@@ -21,6 +22,9 @@ from .per_process import PerProcess
 from .thread_group import Watch
 
 log = logging.getLogger("django_txmsg.leases")
+
+#: Seconds after which a renewal counts as hanging.
+HANGS = 5.0
 
 
 def _suspended() -> float:
@@ -54,9 +58,7 @@ class Lease:
         #: When to renew it, or to try that again.
         self.due = since + seconds / 2
         self._lapsed = False
-        #: Held during a renewal, which locks the rows. Hold it around a statement that
-        #: skips locked rows.
-        self.renewing = threading.Lock()
+        self._renewing = threading.Lock()
 
     @property
     def lapsed(self) -> bool:
@@ -74,12 +76,17 @@ class Lease:
     def renew(self) -> None:
         """Extend the lease, if the database can be used."""
         self.due = time.monotonic() + min(1.0, self.seconds / 4)
-        if self.renewing.locked() or not database_health.usable(self.using):
+        usable = database_health.usable(self.using)
+        # Without waiting: its worker's statement may hang, and the thread has other
+        # leases to renew.
+        if not usable or not self._renewing.acquire(blocking=False):
             return
         until, suspended = time.monotonic() + self.seconds, _suspended()
         try:
-            with self.renewing:
+            try:
                 whole = self._renew() is not False
+            finally:
+                self._renewing.release()
         except Exception as error:
             # Any error: the thread has other leases to renew.
             database_health.note(self.using, error)
@@ -87,6 +94,17 @@ class Lease:
         else:
             self._lapsed = self.lapsed or not whole
             self._until, self.due = until + suspended, until - self.seconds / 2
+
+    @contextmanager
+    def between_renewals(self) -> Iterator[None]:
+        """Surround a statement that skips locked rows: during the block, no renewal
+        locks the rows. But do not wait longer than HANGS for a renewal to end."""
+        held = self._renewing.acquire(timeout=HANGS)
+        try:
+            yield
+        finally:
+            if held:
+                self._renewing.release()
 
     def begin(self) -> None:
         """Begin to renew the lease."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import connection, connections, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.db.models.functions import Now
 
 from django_txmsg.brokers.database import DatabaseSession
@@ -18,7 +19,8 @@ from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
-from django_txmsg.runtime import notifications
+from django_txmsg.runtime import database_health, notifications
+from django_txmsg.runtime.leases import Lease
 from django_txmsg.sending.outbox import send_messages
 from tests.faults import wait_until
 from tests.running import IMPATIENT, at_work, committing, ship, txmsg
@@ -240,6 +242,27 @@ def test_a_renewal_does_not_lock_settled_rows() -> None:
             "SELECT 1 FROM django_txmsg_outboxmessage WHERE id = %s FOR UPDATE NOWAIT",
             [settled],
         )
+
+
+def test_a_lane_that_hangs_ends_no_lease_of_another_lane() -> None:
+    """While the thread that renews the leases probes the database, a lane begins to
+    release rows, and its connection hangs."""
+    renewed = threading.Event()
+    long_ago = time.monotonic() - 40
+    hangs = Lease("default", 60, lambda: None, since=long_ago)
+    other = Lease("default", 60, renewed.set, since=long_ago)
+    health = database_health.breaker("default")
+    with psycopg.connect(**connection.get_connection_params()) as operator:
+        operator.execute("LOCK TABLE django_txmsg_inboxmessage")
+        health.failed(OperationalError("the server does not answer"))
+        try:
+            with hangs:
+                wait_until(health.connecting.locked)
+                with hangs.between_renewals(), other:
+                    operator.rollback()
+                    assert renewed.wait(30)
+        finally:
+            health.worked()
 
 
 def test_settlements_that_wait_for_a_lock_hold_up_no_other_lane(

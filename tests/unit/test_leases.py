@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from django_txmsg.runtime import leases
 from django_txmsg.runtime.leases import Lease
 from tests.faults import wait_until
 
@@ -40,6 +41,24 @@ def test_a_database_that_hangs_costs_no_lease_in_another() -> None:
         back.set()
 
 
+def test_a_renewal_that_hangs_does_not_hold_up_its_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "HANGS", 0.1)
+    asked, back = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        asked.set()
+        assert back.wait(60)
+
+    with Lease("default", 0.2, hang, since=time.monotonic()) as lease:
+        assert asked.wait(30)
+        began = time.monotonic()
+        with lease.between_renewals():
+            back.set()
+        assert time.monotonic() - began < 30
+
+
 def test_the_time_of_a_lease_begins_before_it_is_granted() -> None:
     """The time of a lease is counted from an instant before the claim, because the
     claim may return long after the database has set the end of the lease."""
@@ -62,18 +81,18 @@ def test_a_lease_ends_while_the_machine_is_suspended(
 
 def test_many_leases_in_one_database_share_a_thread() -> None:
     renewed: set[int] = set()
-    leases = [
+    many = [
         Lease("other", 0.2, partial(renewed.add, number), since=time.monotonic())
         for number in range(20)
     ]
-    for lease in leases:
+    for lease in many:
         lease.begin()
         lease.begin()
     try:
         wait_until(lambda: len(renewed) == 20)
         assert keepers().count("txmsg-leases-other") == 1
     finally:
-        for lease in leases:
+        for lease in many:
             lease.end()
 
 
