@@ -246,7 +246,8 @@ def test_without_stomp_py_the_import_of_the_client_says_what_to_install(
         "stomp": 'Run: pip install "django_txmsg[stomp]"',
         "websocket": "import of websocket halted; None in sys.modules",
     }
-    assert done.stderr.rstrip().endswith(says[missing])
+    # Python 3.15 adds a guess to the last line.
+    assert says[missing] in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("module", PUBLIC)
