@@ -25,7 +25,7 @@ from deltalake import DeltaTable
 from django_txmsg import wire
 from django_txmsg.spark.cli import parsed
 from django_txmsg.spark.connection import read_json
-from django_txmsg.spark.errors import EnvironmentFault, UsageError
+from django_txmsg.spark.errors import EnvironmentFault, PipelineError, UsageError
 from django_txmsg.spark.jobs.archive import ArchiveOptions
 from django_txmsg.spark.jobs.outgoing import choose
 from django_txmsg.spark.jobs.reading import WholeLog
@@ -243,9 +243,19 @@ def test_send_reads_values_whole_and_refuses_broken_rows(
     parquet.write_table(pa.table(columns), tmp_path / "good.parquet")
     (tmp_path / "short.csv").write_text("id,text\n1,a\n2\n")
     (tmp_path / "broken.json").write_text('{"text": "a"}\n{"text":\n')
+    (tmp_path / "open.csv").write_text('id,text\n1,"a\n2,b\n')
+    (tmp_path / "two.csv").write_text('id,text\n1,"a\n2,b\n3,"c\n4,d\n')
+    (tmp_path / "order.csv").mkdir()
+    for names, values in (("id,text", "1,a"), ("text,id", "b,2")):
+        part = tmp_path / "order.csv" / f"{names}.csv"
+        part.write_text(f"{names}\n{values}\n")
 
-    for name in ("short.csv", "broken.json"):
-        with pytest.raises(EnvironmentFault, match="Malformed records"):
+    for name, why in {
+        "short.csv": "Malformed records", "broken.json": "Malformed records",
+        "open.csv": r"value in \S*open\.csv has no end", "two.csv": "Unescaped quote",
+        "order.csv": "header does not conform",
+    }.items():  # fmt: skip
+        with pytest.raises(PipelineError, match=why):
             run(spec, "send", "--from", str(tmp_path / name), "--name", name, *words)
     assert log.count() == 0
     run(spec, "send", "--from", str(tmp_path / "good.csv"), "--name", "a", *words)

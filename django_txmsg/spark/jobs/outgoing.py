@@ -142,17 +142,15 @@ def choose(
             archived = with_cancelled(kept.read(log.spark, services=services))
             known = cancelled.otherwise(sf.col("outcome"))
             frames.append(archived.withColumn("outcome", known))
+    columns, where = struct.fieldNames(), given.where or "true"
     try:
-        frames = [
-            frame.select(*struct.fieldNames()).where(given.where or "true")
-            for frame in frames
-        ]
+        frames = [frame.select(*columns).where(where) for frame in frames]
         for frame in frames:
             frame.schema  # noqa: B018 - resolves the names
     except (ParseException, AnalysisException) as error:
         raise UsageError(
             f"The filter {recordable(given.where)!r} does not parse: "
-            f"{_short(error)} Columns: {', '.join(struct.fieldNames())}."
+            f"{_short(error)} Columns: {', '.join(columns)}."
         ) from error
     ready = _ready(given.where)
     again = given.replayed or given.verdict or given.request
@@ -161,7 +159,7 @@ def choose(
     chosen = whole_log(frames, struct)
     for ids in picked:
         chosen = chosen.join(sf.broadcast(ids), "message_id", "left_semi")
-        chosen = chosen.select(*struct.fieldNames())
+        chosen = chosen.select(*columns)
     if table is OUTBOX and again:
         chosen = _newest(chosen, ready)
     if given.limit:
@@ -273,10 +271,8 @@ def _redeliver(
         _show(rows, name, run, "dead letters would be redelivered as")
         return
     letters = [(row[0], row[1]) for row in rows.select("id", "message_id").collect()]
-    why = recordable(given.where) or given.verdict
-    operation = ask_to_redeliver(
-        source.resolved(), name, letters, rate=given.rate, why=why
-    )
+    source, why = source.resolved(), recordable(given.where) or given.verdict
+    operation = ask_to_redeliver(source, name, letters, rate=given.rate, why=why)
     run.rows = 0 if operation is None else len(letters)
     run.counts = {"name": name, "chosen": len(letters), "operation": operation}
     run.facts = dict(run.counts)
@@ -319,10 +315,8 @@ def _stage(staging: Staging, batches: Iterator[pa.RecordBatch]) -> list[dict[str
 
 
 def _insist_on_bodies(batch: pa.RecordBatch) -> pa.RecordBatch:
-    body = batch.column("body")
-    if body.null_count:
-        place = body.is_null().index(True).as_py()
-        message = batch.column("message_id")[place]
+    if (body := batch.column("body")).null_count:
+        message = batch.column("message_id")[body.is_null().index(True).as_py()]
         raise UsageError(
             f"The lake has no body of message {message} and others: it was archived "
             "with KEEP_BODIES off. Nothing was stored."
@@ -347,9 +341,16 @@ def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
         try:
             # CSV as in RFC 4180: a quoted value may have quotes and several lines.
             reader = spark.read.options(
-                header=True, escape='"', multiLine=kind == "csv", mode="FAILFAST"
-            )
+                header=True, escape='"', multiLine=kind == "csv", mode="FAILFAST",
+                enforceSchema=False, unescapedQuoteHandling="RAISE_ERROR",
+            )  # fmt: skip
             dataset = reader.load(given.path, kind.removesuffix("l"))
+            if kind == "csv":
+                # Without its end, a quoted value would be the rest of the file.
+                quotes = sf.sum(sf.regexp_count("value", sf.lit('"')))
+                files = spark.read.text(given.path).groupBy(sf.input_file_name())
+                if files.agg(quotes.alias("n")).where("n % 2 = 1").count():
+                    raise UsageError(f"A quoted value in {given.path} has no end.")
         except AnalysisException as error:
             raise UsageError(f"{given.path} cannot be read: {_short(error)}") from error
         rows = from_dataset(
