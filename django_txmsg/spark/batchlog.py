@@ -11,9 +11,12 @@ mounted, or the lake was restored from an older backup.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from posixpath import normpath
 from typing import Any
+from urllib.parse import unquote
 
 from deltalake import DeltaTable
 
@@ -37,9 +40,7 @@ class BatchLog:
         self.app = app_name("archive", service, table.name)
         delta = self.place.load()
         self.identity = "" if delta is None else str(delta.metadata().id)
-        self.last = (
-            0 if delta is None else self.place.last(delta, "archive", self.service)
-        )
+        self.last = 0 if delta is None else self.place.last(delta, "archive", service)
 
     def enter(
         self,
@@ -54,9 +55,7 @@ class BatchLog:
         delta = self.unchanged()
         try:
             self.place.commit(
-                delta,
-                files,
-                replaced=replaced,
+                delta, files, replaced=replaced,
                 metadata={
                     "batch": number, "table": self.table.name,
                     "service": self.service, **metadata,
@@ -108,7 +107,8 @@ def lost(marks: Sequence[Mark], uri: str, log: BatchLog | None) -> list[Mark]:
 
 def _plain(address: str) -> str:
     """Return a text that is the same for all spellings of the address of a lake."""
-    return address.removeprefix("file://").replace("s3a://", "s3://").rstrip("/")
+    path = re.sub("^file:(//(localhost)?)?", "", address).replace("s3a://", "s3://")
+    return normpath(f"/./{unquote(path)}")
 
 
 def lost_batches(

@@ -151,7 +151,10 @@ def test_unmounted_lake_is_not_created_again(
     assert_moved_once(before, log, lake, set(before))
 
 
-@pytest.mark.parametrize("spelling", ["file://{}/", "{}", "{}/"])
+@pytest.mark.parametrize(
+    "spelling",
+    ["file://{}/", "{}", "{}/", "file:{}", "file://localhost{}", "/{}", "{}/."],
+)
 def test_unmounted_lake_is_missed_by_any_spelling_of_its_address(
     make_log, lake: LakeSpec, tmp_path: Path, spelling: str
 ) -> None:
