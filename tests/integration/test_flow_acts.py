@@ -632,19 +632,25 @@ class Charge(Flow[Order, str], name="acts.charge", within=dt.timedelta(hours=1))
         return done.by
 
 
+@pytest.mark.parametrize("failures", [0, 1])
 @pytest.mark.parametrize("mode", ["none", "best_effort_1pc"])
 def test_stage_that_runs_without_a_lock_answers_its_cancelled_request(
-    mode: str,
+    mode: str, failures: int
 ) -> None:
+    """Also if the request was parked after a failure, and is claimed again."""
     charging, ends = threading.Event(), threading.Event()
+    left = [None] * failures
 
     def charge(order: Order) -> Done:
+        if left:
+            left.pop()
+            raise ValueError("not now")
         charging.set()
         assert ends.wait(30)
         return Done("charged")
 
     def work() -> None:
-        take(stage)
+        take(stage, 1 + failures)
         connections.close_all()
 
     stages.unregister("acts.pay")
