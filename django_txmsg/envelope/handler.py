@@ -165,11 +165,17 @@ def _signature(
 ) -> inspect.Signature | None:
     """Return the signature of a handler, or None if it is unknown. The wrapper function
     of a decorator reports the signature of the decorated function, but may take other
-    arguments. With `follow_wrapped=False`, return the one that a call must fit."""
+    arguments. With `follow_wrapped=False`, return the one that a call must fit. Raises
+    ConfigurationError if an annotation cannot be evaluated."""
     try:
         return signature_of(handler, follow_wrapped=follow_wrapped)
-    except (TypeError, ValueError):
+    except ValueError:
         return None
+    except TypeError as error:
+        # Python 3.14 evaluates the annotations only here.
+        raise ConfigurationError(
+            f"An annotation of {path_of(handler)} is wrong: {error}."
+        ) from error
 
 
 def _check_call(handler: Callable[..., Any], arguments: int) -> None:

@@ -523,6 +523,7 @@ def of_the_message(message: Message) -> Missing: return message
 def of_a_body(order: Order, clock: Missing = None) -> Missing: return order
 def of_both(order: Order, message: Message) -> Missing: return order, message
 def of_a_missing_one(order: list[Missing]) -> None: ...
+def of_a_wrong_one(order: "Order" | None) -> None: ...
 class Shown(Flow[Order, int], name="typed.shown", within=None):
     @step
     def start(self, order: Order) -> Missing: ...
@@ -547,6 +548,8 @@ def test_names_for_type_checkers_need_not_exist(first_line: str) -> None:
     assert bound(names["of_both"])(given) == ("body", given)
     with pytest.raises(ConfigurationError, match="'Missing' is not defined"):
         codecs.reader(accepted(names["of_a_missing_one"]))
+    with pytest.raises(ConfigurationError, match="unsupported operand"):
+        accepted(names["of_a_wrong_one"])
     assert shelved(names["Shown"]).destination.body is Order
 
 
