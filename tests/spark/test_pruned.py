@@ -82,19 +82,25 @@ def test_no_verdict_where_the_senders_outbox_is_pruned(spark, make_log) -> None:
         assert facts["not_judged"] == 1
 
 
-@pytest.mark.parametrize("pruned", ["outbox", "inbox"])
-def test_rows_that_a_flow_keeps_do_not_show_that_others_were_kept(
-    spark, make_log, pruned: str
+@pytest.mark.parametrize(
+    ("pruned", "why"),
+    [("outbox", "undo"), ("outbox", "unique"), ("inbox", "run"), ("inbox", "undo")],
+)
+def test_rows_that_are_kept_longer_do_not_show_that_others_were_kept(
+    spark, make_log, pruned: str, why: str
 ) -> None:
-    """A request that may be undone is kept in the outbox until it has expired. The
-    message that has started a run is kept in the inbox until the run has ended. All
-    other rows of their age were pruned on one side."""
+    """A request that may be undone is kept in the outbox until it has expired, and in
+    the inbox until the run has undone it or ended. The message that has started a run
+    is kept in the inbox until the run has ended. A message that holds its unique key is
+    kept in the outbox. All other rows of their age were pruned on one side."""
     shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
     request, old, seen = ids(3)
     ages = {request: 25, old: 10, seen: 5}
     shop.send(
         [{"message_id": one, "created_at": NOW - age * DAY, "expires_at":
-          NOW + 5 * DAY if one == request else None} for one, age in ages.items()]
+          NOW + 5 * DAY if (one, why) == (request, "undo") else None,
+          "unique_until_processed": (one, why) == (request, "unique")}
+         for one, age in ages.items()]
     )  # fmt: skip
     payments.receive(
         [{"message_id": one, "first_received_at": NOW - age * DAY}
@@ -102,12 +108,19 @@ def test_rows_that_a_flow_keeps_do_not_show_that_others_were_kept(
     )  # fmt: skip
     texts = ("key", "state", "step", "reads", "otherwise", "asked", "answer",
              "answer_type", "outcome", "correlation_id")  # fmt: skip
+    run_id = request if why == "run" else uuid.uuid4()
     payments.insert(
         "django_txmsg_run",
-        [{**dict.fromkeys(texts, ""), "run_id": request, "first_run": request,
+        [{**dict.fromkeys(texts, ""), "run_id": run_id, "first_run": run_id,
           "service": "payments", "flow": "pay", "version": 1, "turn": request,
           "waits_for": "resume", "failing": False, "undos": 0, "caller": {}, "hop": 0,
           "baggage": {}, "since": NOW, "created_at": NOW}]
+    )  # fmt: skip
+    payments.insert(
+        "django_txmsg_flowundo",
+        [{"run_id": 1, "number": 1, "destination": "refund", "body": b"{}",
+          "body_type": "", "request_id": request if why == "undo" else None,
+          "cancels": False, "answered": False, "created_at": NOW}]
     )  # fmt: skip
     log = shop if pruned == "outbox" else payments
     log.execute(f"DELETE FROM django_txmsg_{pruned}message WHERE id = 2")

@@ -40,8 +40,13 @@ _ENDED = {
     # Each copy that arrives later prolongs the time.
     "inbox": ("processed_at", "processed_at IS NOT NULL AND deliveries = 1"),
 }
-#: The row is also kept as long as a run has no answer: it has started another run.
-_STARTS = "EXISTS (SELECT 1 FROM django_txmsg_run r WHERE r.run_id = message_id)"
+#: The row may be kept for longer: as long as its unique key is held, as long as the run
+#: that it started is open, or as long as another run may undo its work.
+_KEPT = {
+    "outbox": "unique_until_processed",
+    "inbox": "EXISTS (SELECT 1 FROM django_txmsg_run r WHERE r.run_id = message_id)"
+    " OR EXISTS (SELECT 1 FROM django_txmsg_flowundo WHERE request_id = message_id)",
+}
 #: Whether rows of a table were deleted, as far as this role may see its sequence.
 _PRUNED = {
     "postgresql": "SELECT last_value > 0 AND NOT EXISTS (SELECT FROM {0} WHERE id = 1)"
@@ -204,18 +209,16 @@ class WholeLog:
         struct = described.narrow(("id", end))
         oldest = (
             f"t.id = (SELECT id FROM {described.relation} WHERE {ended}"
-            f" AND NOT {_STARTS} ORDER BY {end}, id LIMIT 1)"
+            f" AND NOT ({_KEPT[table]}) ORDER BY {end}, id LIMIT 1)"
         )
         archived = self._archived_from(table)
         first = self.spec.service().service
-        found: dict[str, dt.datetime] = {}
-        empty: dict[str, dt.datetime] = {}
+        found, empty = dict[str, dt.datetime](), dict[str, dt.datetime]()
         for live, source in zip(self.live, self.spec.services, strict=True):
             known = list(archived.get(live.service, ()))
             for batch in _read_live(described, struct, iter([(live, oldest)])):
-                known += [
-                    EPOCH if one["id"] == 1 else one[end] for one in batch.to_pylist()
-                ]
+                rows = batch.to_pylist()
+                known += [EPOCH if one["id"] == 1 else one[end] for one in rows]
             days, complete = kept, found if known else empty
             if not known and live.service != first:
                 pruned = _PRUNED[source.vendor].format(described.relation)
@@ -245,12 +248,10 @@ class WholeLog:
         first_row = sf.min(sf.struct(end, "id")).alias("row")
         # Of several databases, the lake does not tell whose row it is.
         alone = Counter(live.service for live in self.live)
+        firsts = rows.groupBy("service").agg(first_row).toArrow().to_pylist()
         return {
             service: [EPOCH if row["id"] == 1 and alone[service] == 1 else row[end]]
-            for service, row in (
-                one.values()
-                for one in rows.groupBy("service").agg(first_row).toArrow().to_pylist()
-            )
+            for service, row in map(dict.values, firsts)
         }
 
     def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
