@@ -40,12 +40,13 @@ _ENDED = {
     # Each copy that arrives later prolongs the time.
     "inbox": ("processed_at", "processed_at IS NOT NULL AND deliveries = 1"),
 }
-#: The row may be kept for longer: as long as its unique key is held, as long as the run
-#: that it started is open, or as long as another run may undo its work.
-_KEPT = {
-    "outbox": "unique_until_processed",
-    "inbox": "EXISTS (SELECT 1 FROM django_txmsg_run r WHERE r.run_id = message_id)"
-    " OR EXISTS (SELECT 1 FROM django_txmsg_flowundo WHERE request_id = message_id)",
+#: A condition: a database does not keep the row for longer, because its unique key is
+#: held, because it has started a run, or because a run may undo its work. (PostgreSQL
+#: joins with two EXISTS, but not with an OR of them.)
+_NOT_LONGER = {
+    "outbox": "NOT unique_until_processed",
+    "inbox": "NOT EXISTS (SELECT 1 FROM django_txmsg_run r WHERE r.run_id = message_id)"
+    " AND NOT EXISTS (SELECT 1 FROM django_txmsg_flowundo WHERE request_id=message_id)",
 }
 #: Whether rows of a table were deleted, as far as this role may see its sequence.
 _PRUNED = {
@@ -209,7 +210,7 @@ class WholeLog:
         struct = described.narrow(("id", end))
         oldest = (
             f"t.id = (SELECT id FROM {described.relation} WHERE {ended}"
-            f" AND NOT ({_KEPT[table]}) ORDER BY {end}, id LIMIT 1)"
+            f" AND {_NOT_LONGER[table]} ORDER BY {end}, id LIMIT 1)"
         )
         archived = self._archived_from(table)
         first = self.spec.service().service
