@@ -16,6 +16,7 @@ import pyspark.sql.functions as sf
 import pytest
 from deltalake import DeltaTable
 
+from django_txmsg.rules.dead_letters import TAKEN_IN
 from django_txmsg.spark.cli import parsed
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs import journeys as keeping
@@ -161,7 +162,7 @@ def test_steps_merge_to_the_same_journeys_in_any_order(spark, seed: int) -> None
     letters = [
         (rng.choice("ab"), rng.choice(["", "s"]), rng.choice(names), place(), moment(),
          always(), rng.choice([*RESOLUTIONS, "open"]), moment(),
-         rng.choice(["w", None]))
+         rng.choice(["w", None]), rng.choice([*sorted(TAKEN_IN), None]))
         for _ in range(150)
     ]  # fmt: skip
 
