@@ -59,6 +59,8 @@ class Lease:
         self.due = since + seconds / 2
         self._lapsed = False
         self._renewing = threading.Lock()
+        #: Whether the worker waits for a renewal to end, or no renewal may begin.
+        self._paused = False
 
     @property
     def lapsed(self) -> bool:
@@ -76,10 +78,11 @@ class Lease:
     def renew(self) -> None:
         """Extend the lease, if the database can be used."""
         self.due = time.monotonic() + min(1.0, self.seconds / 4)
-        usable = database_health.usable(self.using)
+        if self._paused or not database_health.usable(self.using):
+            return
         # Without waiting: its worker's statement may hang, and the thread has other
         # leases to renew.
-        if not usable or not self._renewing.acquire(blocking=False):
+        if not self._renewing.acquire(blocking=False):
             return
         until, suspended = time.monotonic() + self.seconds, _suspended()
         try:
@@ -99,10 +102,13 @@ class Lease:
     def between_renewals(self) -> Iterator[None]:
         """Surround a statement that skips locked rows: during the block, no renewal
         locks the rows. But do not wait longer than HANGS for a renewal to end."""
+        # A renewal that takes long is due again at once: it must not begin first.
+        self._paused = True
         held = self._renewing.acquire(timeout=HANGS)
         try:
             yield
         finally:
+            self._paused = False
             if held:
                 self._renewing.release()
 

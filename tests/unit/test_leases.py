@@ -126,3 +126,35 @@ def test_an_error_while_the_connection_closes_does_not_end_the_thread(
         assert failed.wait(30)
         del renewed[:]
         wait_until(lambda: len(renewed) > 1)
+
+
+def test_renewals_that_follow_each_other_at_once_do_not_hold_up_their_lane() -> None:
+    """A renewal that takes longer than half of the lease is due again when it ends."""
+    begun: list[float] = []
+    running, ended = threading.Event(), threading.Event()
+
+    def renew() -> None:
+        begun.append(time.monotonic())
+        running.set()
+        ended.wait(0.02)
+        running.clear()
+
+    lease = Lease("default", 0.02, renew, since=time.monotonic())
+
+    def renew_always() -> None:
+        while not ended.is_set():
+            lease.renew()
+
+    renewing = threading.Thread(target=renew_always)
+    renewing.start()
+    try:
+        for _ in range(50):
+            assert running.wait(30)
+            before = len(begun)
+            with lease.between_renewals():
+                assert not running.is_set()
+                # One may have begun before the lane began to wait.
+                assert len(begun) <= before + 1
+    finally:
+        ended.set()
+        renewing.join()
