@@ -41,6 +41,8 @@ class Claimed(NamedTuple):
     #: Whether it has a key, but no place in the order of that key yet.
     unlinked: bool
     expired: bool
+    #: Whether its headers, which somebody has written by hand, are no JSON object.
+    malformed: bool
     #: When it was stored, in the form of its header.
     created: str
     #: When it was due, in the database's own format.
@@ -370,20 +372,23 @@ def _claimed(row: Sequence[Any]) -> Claimed:
     pk, message_id, destination, key, correlation_id, headers, kind, body, *rest = row
     expires_at, attempts, replay_id, linked_at, expired, created, *last = rest
     due, service, has_error = last
+    read = {} if headers == "{}" else json.loads(headers)
+    malformed = not isinstance(read, dict)
     return Claimed(
         pk,
         message_id if len(message_id) == 36 else str(uuid.UUID(message_id)),
         destination,
         key,
         correlation_id,
-        {} if headers == "{}" else json.loads(headers),
+        {} if malformed else read,
         kind,
         bytes(body),
         expires_at and read_instant(expires_at),
         attempts,
-        bool(key) and linked_at is None and not is_again(replay_id),
+        bool(key) and linked_at is None and not is_again(replay_id) and not malformed,
         # Other messages wait for a linked one, so it is sent in any case.
         bool(expired) and linked_at is None,
+        malformed,
         _instant_text(created),
         due,
         service,

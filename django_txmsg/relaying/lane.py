@@ -330,14 +330,14 @@ class Lane:
 
     def _work(self, claimed: list[Claimed], settlement: Settlement) -> None:
         for row in claimed:
-            if row.expired:
-                settlement.bury(
-                    row,
-                    "expired",
-                    f"expired at {row.expires_at}",
-                    letter=not wire.is_request(row.headers),
-                )
-        alive = [row for row in claimed if not row.expired]
+            if row.malformed:
+                why = "the headers in this row of the outbox are no JSON object"
+                settlement.bury(row, "malformed_headers", why)
+            elif row.expired:
+                letter = not wire.is_request(row.headers)
+                why = f"expired at {row.expires_at}"
+                settlement.bury(row, "expired", why, letter=letter)
+        alive = [row for row in claimed if not (row.malformed or row.expired)]
         # A message that failed before may be the one on which the broker hangs up: it
         # is sent alone, with those that must follow it, and takes no others down. So
         # may a refused one, if its destination is not paused.

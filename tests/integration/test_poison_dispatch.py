@@ -264,3 +264,21 @@ def test_connection_that_ended_while_idle_splits_no_batch(
             lane.close()
     assert states() == {"dispatched": 10}
     assert "one by one" not in caplog.text
+
+
+@pytest.mark.parametrize("headers", [[["a", "b"]], [1, 2], "text", 5, True])
+@pytest.mark.parametrize("key", [None, "a"])
+def test_headers_that_are_no_object_bury_only_their_message(
+    relay: Way, headers: Any, key: str | None
+) -> None:
+    """Somebody has written the row by hand."""
+    with txmsg(DISPATCH_ON_COMMIT="off"):
+        store(*["tests.q"] * 3, key=key)
+        _, second, _ = OutboxMessage.objects.order_by("id")
+        OutboxMessage.objects.filter(pk=second.pk).update(headers=headers)
+        relay()
+    letter = DeadLetter.objects.get()
+    assert letter.message_id == second.message_id
+    assert letter.reason == "malformed_headers"
+    assert bytes(letter.body) == bytes(second.body)
+    assert states() == {"dispatched": 2, "dead": 1}
