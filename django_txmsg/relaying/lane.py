@@ -40,7 +40,7 @@ from .settlement import Receipts, Settlement, judge, split
 
 #: Longest wait, in seconds, for another relay that links messages of the same keys.
 LINK_WAIT = 1.0
-#: The same after that wait, for each key and for the next batches.
+#: The same after that wait, for each key and for the next batches of a trial.
 KEY_WAIT = 0.01
 #: Seconds for which a lane claims no messages of a key that such a relay has locked.
 KEY_PAUSE = 1.0
@@ -275,7 +275,7 @@ class Lane:
                     self._turn,
                 )
                 if self._links:
-                    claimed = self._linked(claimed, token, settlement)
+                    claimed = self._linked(claimed, token, settlement, wanted)
                 self._work(claimed, settlement)
         finally:
             self.in_flight = 0
@@ -283,16 +283,22 @@ class Lane:
         return len(held if wanted.trial is None else claimed)
 
     def _linked(
-        self, claimed: list[Claimed], token: uuid.UUID, settlement: Settlement
+        self,
+        claimed: list[Claimed],
+        token: uuid.UUID,
+        settlement: Settlement,
+        wanted: _Wanted,
     ) -> list[Claimed]:
         """Link the messages, and return them. If another relay has locked the places of
         some keys, release the messages of these keys, and return the others. If the
         database refuses the links, release the messages of the keys in question, send
         the others, and raise the error."""
         linked = partial(link, token=token, using=self.using, broker=self.broker_alias)
+        # A trial waits once: the relay that has locked its keys is stopped. Elsewhere,
+        # other keys may be locked by a relay that is only slow.
+        waited = wanted.trial and self.locked
         try:
-            # If keys are locked, their relay is stopped: to wait again does not help.
-            return linked(claimed, wait=KEY_WAIT if self.locked else LINK_WAIT)
+            return linked(claimed, wait=KEY_WAIT if waited else LINK_WAIT)
         except AnyDatabaseError as error:
             keys = {row.key for row in claimed if row.unlinked}
             ready = [row for row in claimed if row.key not in keys]

@@ -8,13 +8,14 @@ import random
 import threading
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 import pytest
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
 from django.db.models.functions import Now
 
 from django_txmsg import cancel_message
@@ -191,6 +192,54 @@ def test_messages_of_a_locked_key_are_released_and_others_leave(
     ship()
     assert [one for one in queued()[5:] if one != 1] == [0, 2, 3]
     assert len(queued()) == 9
+
+
+@pytest.mark.postgresql
+def test_a_lane_waits_for_a_slow_relay_while_another_key_is_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One relay has stopped, and another one takes long to store its links. If the lane
+    did not wait for the slow relay, it would link the keys of the batch one by one. So
+    would the slow relay, and both would stay slow."""
+    monkeypatch.setattr(lanes, "KEY_PAUSE", 60.0)
+    monkeypatch.setattr(lanes, "LINK_WAIT", 0.1)
+    lane = Lane("default", "default")
+    with psycopg.connect(**connection.get_connection_params()) as slow, stopped_relay():
+        store(["b"])
+        ship()
+        store(["new"])
+        lane.dispatch()
+        monkeypatch.setattr(lanes, "LINK_WAIT", 30.0)
+        slow.execute("SELECT 1 FROM django_txmsg_keytail WHERE key = 'b' FOR UPDATE")
+        store(["b"])
+        with ThreadPoolExecutor() as pool:
+            sent = pool.submit(in_thread, lane.dispatch)
+            try:
+                wait_until(lambda: waits_long() or sent.done())
+            finally:
+                slow.rollback()
+            sent.result()
+        lane.close()
+    assert [*lane.locked] == ["new"]
+    assert queued() == [0, 0, 0]
+
+
+def waits_long() -> bool:
+    """Return whether a statement has waited for a lock for some time."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            " AND query_start < clock_timestamp() - interval '0.2 seconds'"
+        )
+        return bool(cursor.fetchone()[0])
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    """Run `work`, and close the thread's connections."""
+    try:
+        work()
+    finally:
+        connections.close_all()
 
 
 @pytest.mark.postgresql
