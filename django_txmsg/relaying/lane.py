@@ -266,16 +266,15 @@ class Lane:
         renew = partial(self._outbox().renew, held, token, self._lease)
         try:
             with Lease(self.using, self._lease, renew, since=began) as lease:
+                counts, stop, turn = self.counts, self._stop, self._turn
                 settlement = Settlement(
-                    self.broker_alias,
-                    token,
-                    lease,
-                    self.counts,
-                    self._stop,
-                    self._turn,
+                    self.broker_alias, token, lease, counts, stop, turn
                 )
                 if self._links:
-                    claimed = self._linked(claimed, token, settlement, wanted)
+                    whole, claimed = claimed, self._linked(claimed, settlement, wanted)
+                    if len(claimed) < len(whole):
+                        kept = {row.id for row in claimed}
+                        settlement.give_back([x for x in whole if x.id not in kept])
                 self._work(claimed, settlement)
         finally:
             self.in_flight = 0
@@ -283,19 +282,15 @@ class Lane:
         return len(held if wanted.trial is None else claimed)
 
     def _linked(
-        self,
-        claimed: list[Claimed],
-        token: uuid.UUID,
-        settlement: Settlement,
-        wanted: _Wanted,
+        self, claimed: list[Claimed], settlement: Settlement, wanted: _Wanted
     ) -> list[Claimed]:
-        """Link the messages, and return them. If another relay has locked the places of
-        some keys, release the messages of these keys, and return the others. If the
-        database refuses the links, release the messages of the keys in question, send
-        the others, and raise the error."""
-        linked = partial(link, token=token, using=self.using, broker=self.broker_alias)
-        # A trial waits once: the relay that has locked its keys is stopped. Elsewhere,
-        # other keys may be locked by a relay that is only slow.
+        """Link the messages, and return them. Omit those whose keys another relay has
+        locked, and those of a claim whose lease has ended. If the database refuses the
+        links, release the messages of the keys in question, send the others, and raise
+        the error."""
+        token, broker = settlement.token, self.broker_alias
+        linked = partial(link, token=token, using=self.using, broker=broker)
+        # A trial waits once. Elsewhere, the lock may be that of a relay at work.
         waited = wanted.trial and self.locked
         try:
             return linked(claimed, wait=KEY_WAIT if waited else LINK_WAIT)
@@ -318,7 +313,6 @@ class Lane:
                 why = error
         if locked:
             log.warning("%d messages with a key wait for a lock: %s", len(locked), why)
-            settlement.give_back(locked)
             until = time.monotonic() + KEY_PAUSE
             self.locked |= dict.fromkeys((row.key for row in locked), until)
         return sorted(ready, key=_by_id)

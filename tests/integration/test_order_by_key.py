@@ -18,7 +18,7 @@ import pytest
 from django.db import connection, connections, transaction
 from django.db.models.functions import Now
 
-from django_txmsg import cancel_message
+from django_txmsg import cancel_message, reschedule_message
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import DispatchRejected
 from django_txmsg.models import OutboxMessage
@@ -148,7 +148,7 @@ def test_messages_behind_a_locked_one_do_not_hold_the_floor() -> None:
 
 
 @contextmanager
-def stopped_relay() -> Iterator[None]:
+def stopped_relay() -> Iterator[psycopg.Connection]:
     """Link messages of the keys "a" and "new", and do not commit before the block ends.
     The key "a" had messages before."""
     store(["a"])
@@ -162,7 +162,7 @@ def stopped_relay() -> Iterator[None]:
             " last_at) VALUES ('default', 'tests.q', 'new', gen_random_uuid(), 1)"
         )
         try:
-            yield
+            yield tails
         finally:
             tails.rollback()
 
@@ -240,6 +240,28 @@ def in_thread(work: Callable[[], object]) -> None:
         work()
     finally:
         connections.close_all()
+
+
+@pytest.mark.postgresql
+def test_messages_that_were_not_linked_are_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a lane links two messages, its lease on one of them ends, and an operator
+    reschedules that message."""
+    monkeypatch.setattr(lanes, "LINK_WAIT", 30.0)
+    lane = Lane("default", "default")
+    with stopped_relay() as tails, ThreadPoolExecutor() as pool:
+        store(["a", "b"])
+        sent = pool.submit(in_thread, lane.dispatch)
+        row = OutboxMessage.objects.filter(lease_until__isnull=False, key="a")
+        wait_until(row.exists)
+        row.update(lease_until=Now())
+        assert reschedule_message(row.get().message_id, delay=dt.timedelta(hours=1))
+        tails.rollback()
+        sent.result()
+        assert lane.dispatch() == 1
+        lane.close()
+    assert queued() == [0, 1]
 
 
 @pytest.mark.postgresql
