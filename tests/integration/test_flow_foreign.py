@@ -179,7 +179,9 @@ def test_undo_of_a_request_older_than_the_retention_leaves_after_its_deadline() 
     with txmsg(**IMPATIENT), at_hand(Quote):
         run = asked(7)
         drain(f"{HERE}.quote")
-        old, later = timezone.now() - dt.timedelta(8), timezone.now() + dt.timedelta(22)
+        # SQLite's times have milliseconds.
+        now = timezone.now().replace(microsecond=0)
+        old, later = now - dt.timedelta(8), now + dt.timedelta(22)
         rows = OutboxMessage.objects.all()
         rows.update(created_at=old, dispatched_at=old, expires_at=later)
         rows.filter(destination=f"{HERE}.quote").update(expires_at=None)

@@ -326,7 +326,7 @@ def test_a_future_cannot_be_cancelled_once_its_frame_is_on_the_wire(
 def test_a_future_cancelled_before_its_frame_was_written_is_never_sent(
     scripted: Scripted, connect: Connect
 ) -> None:
-    broker = scripted(receive_buffer=4096)
+    broker = scripted(receive_buffer=65_536)
     producer = connect(broker).create_session().create_producer(DESTINATION)
     broker.stall()
     big = producer.submit(jms.Message(b"x" * 10_000_000))

@@ -124,7 +124,7 @@ def test_a_session_or_a_consumer_keeps_its_connection(
 def test_a_commit_that_was_never_written_is_rolled_back_and_not_in_doubt(
     scripted: Scripted, connect: Connect
 ) -> None:
-    broker = scripted(receive_buffer=4096)
+    broker = scripted(receive_buffer=65_536)
     connection = connect(broker)
     session = connection.create_session(transacted=True)
     session.create_producer(DESTINATION).send(jms.Message("x"))

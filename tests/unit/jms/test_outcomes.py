@@ -223,7 +223,7 @@ def test_an_error_without_id_harms_no_receipted_send_where_errors_name_receipts(
 def test_a_write_that_fails_makes_its_send_unknown_and_returns_its_slot(
     scripted: Scripted, connect: Connect
 ) -> None:
-    broker = scripted(receive_buffer=4096)
+    broker = scripted(receive_buffer=65_536)
     connection = connect(broker, max_in_flight=2)
     session, listener = connection.create_session(), Listener()
     producer = session.create_producer(DESTINATION)
@@ -268,7 +268,7 @@ def test_connection_loss_fails_the_sends_on_the_wire_in_order_and_a_new_one_goes
 def test_a_send_that_was_never_written_is_never_sent_after_its_deadline(
     scripted: Scripted, connect: Connect
 ) -> None:
-    broker = scripted(receive_buffer=4096)
+    broker = scripted(receive_buffer=65_536)
     connection, listener = connect(broker), Listener()
     producer = connection.create_session().create_producer(DESTINATION)
     broker.stall()

@@ -408,7 +408,7 @@ def test_recover_is_for_sessions_without_transactions(
 def test_a_transaction_does_not_outgrow_memory_while_the_broker_reads_nothing(
     scripted: Scripted, connect: Connect
 ) -> None:
-    broker = scripted(receive_buffer=4096)
+    broker = scripted(receive_buffer=65_536)
     connection = connect(broker, max_in_flight_bytes=1_000_000)
     producer = connection.create_session(transacted=True).create_producer("x")
     broker.stall()

@@ -303,7 +303,7 @@ def test_close_lets_synchronous_sends_and_batches_of_other_threads_end(
 def test_a_message_is_free_as_soon_as_its_send_is_cancelled(
     scripted: Scripted, connect: Connect
 ) -> None:
-    broker = scripted(receive_buffer=4096)
+    broker = scripted(receive_buffer=65_536)
     producer = connect(broker).create_session().create_producer(DESTINATION)
     broker.stall()
     producer.submit(jms.Message(b"x" * 10_000_000))
