@@ -141,14 +141,16 @@ class LakeTable:
         `app` is the name and the number of the commit. `same_rows` means that `files`
         contain exactly the rows of the `replaced` files.
 
-        Raises Overtaken if another process has committed under the same name, or
-        removed one of the `replaced` files, since `delta` was loaded.
+        Raises Overtaken if another process has committed under the same name since
+        `delta` was loaded, or has removed one of the `replaced` files.
         """
         files, replaced = list(files), set(replaced)
 
-        def own(version: DeltaTable) -> tuple[set[LakeFile], int | None]:
-            number = version.transaction_version(app[0]) if app else None
-            return replaced.difference(self.named(version)), number
+        number = delta.transaction_version(app[0]) if app else None
+
+        def usable(version: DeltaTable) -> bool:
+            alone = not app or version.transaction_version(app[0]) == number
+            return alone and (not replaced or replaced <= set(self.named(version)))
 
         before: int = delta.version()
         there = {f"{self.root}/{one.path}": one.size for one in files}
@@ -159,7 +161,9 @@ class LakeTable:
         now = int(dt.datetime.now(dt.timezone.utc).timestamp() * 1000)
         actions: list[Any] = [_added(one, same_rows) for one in files]
         actions += [_removed(one, now, same_rows) for one in replaced]
-        while True:
+        # The caller may have read the replaced files from an older version.
+        tried, why = -1, "a file was replaced"
+        while delta.version() != tried and usable(delta):
             try:
                 delta.create_write_transaction(
                     actions,
@@ -175,14 +179,12 @@ class LakeTable:
                 )
                 break
             except CommitFailedError as error:
-                present = self.ensure()
-                same = present.version() == delta.version()  # then it fails again
-                if same or own(present) != own(delta):
-                    raise Overtaken(
-                        f"{self.uri} was changed by another process meanwhile "
-                        f"({reason(error)}). Run again."
-                    ) from error
-                delta = present
+                tried, why = delta.version(), reason(error)
+                delta = self.ensure()
+        else:
+            raise Overtaken(
+                f"{self.uri} was changed by another process ({why}). Run again."
+            )
         after = self.existing()
         # One of these is ours; others may have committed at the same time.
         self._sync_log(range(before + 1, after.version() + 1))

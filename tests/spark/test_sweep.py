@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import shutil
 import time
 import uuid
 from collections import Counter
@@ -22,7 +23,7 @@ from django_txmsg.spark.lake import Lake, Overtaken
 from django_txmsg.spark.lock import Archiving, archiving
 from django_txmsg.spark.results import Results, result_struct
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
-from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from django_txmsg.spark.transforms.journeys import EXPECTED
 from tests.spark.archives import (
     archive,
@@ -303,6 +304,34 @@ def test_a_table_is_changed_beside_another_service_and_not_beside_the_same(
     with pytest.raises(Overtaken, match=r"changed by another process .* Run again\."):
         drop("shop", seen)
     assert Counter(one.service for one in place.named()) == left
+
+
+def test_files_that_a_sweep_has_merged_are_not_replaced_by_an_archive(
+    make_log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    """The two work on different databases of a service. A row has changed, so the
+    archive removes the row's copy from a file."""
+    log: Log = make_log("sqlite")
+    other = Log(SourceSpec("shop", f"sqlite:///{tmp_path}/other.sqlite3"))
+    shutil.copy(log.spec.path, other.spec.path)
+    log.send_many(250)
+    before = hashes_in(log)
+
+    def meanwhile(step: str) -> None:
+        if step == "committed":
+            log.execute(
+                "UPDATE django_txmsg_outboxmessage SET dispatched_at = NULL"
+                " WHERE id = 5"
+            )
+        if step == "amending":
+            assert sweep(other, lake)["compacted"] == 2
+
+    with pytest.raises(EnvironmentFault, match="no row is lost or doubled"):
+        archive(None, log, lake, on_step=meanwhile)
+    before |= {5: hashes_in(log)[5]}
+    archive(None, log, lake)
+
+    assert_moved_once(before, log, lake, before.keys() - {5})
 
 
 def test_a_file_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path) -> None:
