@@ -360,6 +360,7 @@ def test_resolved_dead_letter_is_no_finding(spark) -> None:
         ("a", "withdrawn", "q", at(9), None, None, at(12), at(12)),
         # Its broker got it, but broke the connection before it confirmed that.
         ("a", "doubtful", "q", at(0), None, None, at(2), at(2)),
+        ("a", "to-all", topic, at(0), None, None, at(2), at(2)),
     )
     receipts = received(
         spark,
@@ -371,6 +372,7 @@ def test_resolved_dead_letter_is_no_finding(spark) -> None:
             )
         ],
         ("b", "s", "doubtful", "q", at(0), at(1), None, None, 1),
+        ("b", "new", "to-all", topic, at(0), at(1), None, None, 1),
         # A stage gets its copy here: it is in no outbox.
         ("b", "s", "copy", "q", at(0), at(9), at(10), None, 1),
     )  # fmt: skip
@@ -391,6 +393,9 @@ def test_resolved_dead_letter_is_no_finding(spark) -> None:
         messages, receipts, listeners, resolved, horizon=HORIZON, late_after=LATE
     )
 
+    to_all = verdicts.where("message_id = 'to-all'").select("consumer", "verdict")
+    assert dict(to_all.collect()) == {"b/s": "cancelled", "b/new": "in_flight"}
+    verdicts = verdicts.where("message_id <> 'to-all'")
     assert dict(verdicts.select("message_id", "verdict").collect()) == {
         "open": "dead", "discarded": "discarded", "replaced": "replaced",
         "again": "in_flight", "died-again": "dead", "refused": "discarded",

@@ -146,7 +146,7 @@ def _complete(journeys: DataFrame) -> DataFrame:
         # Each row may count other rows of the outbox than the next one.
         **{
             name: stored - sf.max(sf.col("stored") - sf.col(name)).over(message)
-            for name in ("died", "expire")
+            for name in ("died", "cancelled", "expire")
         },
     }
     alone = {
