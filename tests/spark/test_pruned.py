@@ -21,6 +21,27 @@ def ids(count: int) -> list[uuid.UUID]:
     return [uuid.uuid4() for _ in range(count)]
 
 
+def begin(log: Log, *, undoes: uuid.UUID | None = None) -> uuid.UUID:
+    """Add an open run of a flow, which may undo a request. Return its id."""
+    texts = ("key", "state", "step", "reads", "otherwise", "asked", "answer",
+             "answer_type", "outcome", "correlation_id")  # fmt: skip
+    run_id = uuid.uuid4()
+    log.insert(
+        "django_txmsg_run",
+        [{**dict.fromkeys(texts, ""), "run_id": run_id, "first_run": run_id,
+          "service": "payments", "flow": "pay", "version": 1, "turn": run_id,
+          "waits_for": "resume", "failing": False, "undos": 0, "caller": {}, "hop": 0,
+          "baggage": {}, "since": NOW, "created_at": NOW}]
+    )  # fmt: skip
+    log.insert(
+        "django_txmsg_flowundo",
+        [{"run_id": 1, "number": 1, "destination": "refund", "body": b"{}",
+          "body_type": "", "request_id": undoes, "cancels": False, "answered": False,
+          "created_at": NOW}]
+    )  # fmt: skip
+    return run_id
+
+
 def test_no_verdict_where_the_receivers_inbox_is_pruned(
     spark, make_log, lake: LakeSpec
 ) -> None:
@@ -83,16 +104,14 @@ def test_no_verdict_where_the_senders_outbox_is_pruned(spark, make_log) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pruned", "why"),
-    [("outbox", "undo"), ("outbox", "unique"), ("inbox", "run"), ("inbox", "undo")],
+    ("pruned", "why"), [("outbox", "undo"), ("outbox", "unique"), ("inbox", "undo")]
 )
 def test_rows_that_are_kept_longer_do_not_show_that_others_were_kept(
     spark, make_log, pruned: str, why: str
 ) -> None:
     """A request that may be undone is kept in the outbox until it has expired, and in
-    the inbox until the run has undone it or ended. The message that has started a run
-    is kept in the inbox until the run has ended. A message that holds its unique key is
-    kept in the outbox. All other rows of their age were pruned on one side."""
+    the inbox until the run has undone it or ended. A message that holds its unique key
+    is kept in the outbox. All other rows of their age were pruned on one side."""
     shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
     request, old, seen = ids(3)
     ages = {request: 25, old: 10, seen: 5}
@@ -106,22 +125,7 @@ def test_rows_that_are_kept_longer_do_not_show_that_others_were_kept(
         [{"message_id": one, "first_received_at": NOW - age * DAY}
          for one, age in ages.items()]
     )  # fmt: skip
-    texts = ("key", "state", "step", "reads", "otherwise", "asked", "answer",
-             "answer_type", "outcome", "correlation_id")  # fmt: skip
-    run_id = request if why == "run" else uuid.uuid4()
-    payments.insert(
-        "django_txmsg_run",
-        [{**dict.fromkeys(texts, ""), "run_id": run_id, "first_run": run_id,
-          "service": "payments", "flow": "pay", "version": 1, "turn": request,
-          "waits_for": "resume", "failing": False, "undos": 0, "caller": {}, "hop": 0,
-          "baggage": {}, "since": NOW, "created_at": NOW}]
-    )  # fmt: skip
-    payments.insert(
-        "django_txmsg_flowundo",
-        [{"run_id": 1, "number": 1, "destination": "refund", "body": b"{}",
-          "body_type": "", "request_id": request if why == "undo" else None,
-          "cancels": False, "answered": False, "created_at": NOW}]
-    )  # fmt: skip
+    begin(payments, undoes=request if why == "undo" else None)
     log = shop if pruned == "outbox" else payments
     log.execute(f"DELETE FROM django_txmsg_{pruned}message WHERE id = 2")
     kept = {"outbox": 7, "inbox": 7}
@@ -133,23 +137,51 @@ def test_rows_that_are_kept_longer_do_not_show_that_others_were_kept(
         assert (facts["counts"], facts["not_judged"]) == ({"ok": 2}, 1)
 
 
-@pytest.mark.parametrize("vendor", ["sqlite", "postgresql"])
+def test_a_message_that_has_started_a_run_is_kept_as_long_as_others(
+    spark, make_log
+) -> None:
+    """`payments` has pruned its older messages. All that it has left have started
+    runs."""
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    started, lost = begin(payments), uuid.uuid4()
+    shop.send([{"message_id": one, "created_at": NOW - age * DAY}
+               for one, age in ((started, 5), (lost, 3))])  # fmt: skip
+    payments.receive([{"id": 7, "message_id": started,
+                       "first_received_at": NOW - 5 * DAY}])  # fmt: skip
+    spec = JobSpec((shop.spec, payments.spec), retention={"outbox": 7, "inbox": 7})
+
+    assert run(spec, *JUDGE)["counts"] == {"ok": 1, "never_received": 1}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "why"),
+    [("sqlite", ""), ("postgresql", ""), ("sqlite", "dead"), ("postgresql", "undo")],
+)
 def test_no_verdict_where_the_receiver_has_pruned_all_rows(
-    spark, make_log, vendor: str
+    spark, make_log, vendor: str, why: str
 ) -> None:
     """The retention of `payments` is shorter than that of `shop`, but not shorter than
-    a day. A third service has received messages, but has processed none."""
+    a day. The first row may be left, since its message has a dead letter or may be
+    undone. A third service has received messages, but has processed none."""
     shop, payments = make_log("sqlite"), make_log(vendor, "payments")
     mails = make_log(vendor, "mails")
-    pruned, lost, open_one = ids(3)
+    pruned, lost, open_one, left = ids(4)
     sent = {"created_at": NOW - 3 * DAY}
     shop.send(
         [{"message_id": pruned, **sent}, {"created_at": NOW - DAY / 2},
+         *([{"message_id": left, **sent}] if why else ()),
          *({"message_id": one, "destination": "mails", **sent}
            for one in (lost, open_one))]
     )  # fmt: skip
-    payments.receive([{"message_id": pruned, "first_received_at": NOW - 3 * DAY}])
-    payments.execute("DELETE FROM django_txmsg_inboxmessage")
+    came = {"first_received_at": NOW - 3 * DAY}
+    payments.receive(
+        [{"message_id": left, **came} | ({"dead_at": NOW} if why == "dead" else {}),
+         {"message_id": pruned, **came}]
+    )  # fmt: skip
+    if why == "undo":
+        begin(payments, undoes=left)
+    rest = "id > 1" if why else "true"
+    payments.execute(f"DELETE FROM django_txmsg_inboxmessage WHERE {rest}")
     mails.receive([{"message_id": open_one, "first_received_at": NOW - 3 * DAY,
                     "destination": "mails", "processed_at": None}])  # fmt: skip
     kept = {"outbox": 7, "inbox": 14}
@@ -159,6 +191,7 @@ def test_no_verdict_where_the_receiver_has_pruned_all_rows(
     facts = run(spec, *JUDGE)
 
     counts = {"never_received": 2, "not_processed": 1}
+    counts |= {"dead": {"dead": 1}, "undo": {"ok": 1}}.get(why, {})
     assert (facts["counts"], facts["not_judged"]) == (counts, 1)
 
 

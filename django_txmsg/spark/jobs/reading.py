@@ -40,20 +40,20 @@ _ENDED = {
     # Each copy that arrives later prolongs the time.
     "inbox": ("processed_at", "processed_at IS NOT NULL AND deliveries = 1"),
 }
-#: A condition: a database does not keep the row for longer, because its unique key is
-#: held, because it has started a run, or because a run may undo its work. (PostgreSQL
-#: joins with two EXISTS, but not with an OR of them.)
+#: A condition: a database does not keep the row for longer, because it has a dead
+#: letter, may be undone, or holds its unique key.
 _NOT_LONGER = {
-    "outbox": "NOT unique_until_processed",
-    "inbox": "NOT EXISTS (SELECT 1 FROM django_txmsg_run r WHERE r.run_id = message_id)"
-    " AND NOT EXISTS (SELECT 1 FROM django_txmsg_flowundo WHERE request_id=message_id)",
+    "outbox": "dead_at IS NULL AND expires_at IS NULL AND NOT unique_until_processed",
+    "inbox": "dead_at IS NULL AND NOT EXISTS (SELECT 1 FROM django_txmsg_flowundo"
+    " WHERE request_id = message_id)",
 }
-#: Whether rows of a table were deleted, as far as this role may see its sequence.
+#: Whether rows of a table were deleted, as far as this role may see its sequence, and
+#: the first row shows it.
 _PRUNED = {
-    "postgresql": "SELECT last_value > 0 AND NOT EXISTS (SELECT FROM {0} WHERE id = 1)"
-    " FROM pg_sequences WHERE pg_get_serial_sequence('{0}', 'id') ="
+    "postgresql": "SELECT last_value > 0 AND NOT EXISTS (SELECT FROM {0} WHERE id = 1"
+    " AND {1}) FROM pg_sequences WHERE pg_get_serial_sequence('{0}', 'id') ="
     " format('%I.%I', schemaname, sequencename)",
-    "sqlite": "SELECT seq > 0 AND NOT EXISTS (SELECT 1 FROM {0} WHERE id = 1)"
+    "sqlite": "SELECT seq > 0 AND NOT EXISTS (SELECT 1 FROM {0} WHERE id = 1 AND {1})"
     " FROM sqlite_sequence WHERE name = '{0}'",
 }
 
@@ -207,10 +207,10 @@ class WholeLog:
         if kept is None:
             return {}
         end, ended = _ENDED[table]
-        struct = described.narrow(("id", end))
+        struct, plain = described.narrow(("id", end)), _NOT_LONGER[table]
         oldest = (
-            f"t.id = (SELECT id FROM {described.relation} WHERE {ended}"
-            f" AND {_NOT_LONGER[table]} ORDER BY {end}, id LIMIT 1)"
+            f"t.id = (SELECT id FROM {described.relation} WHERE {ended} AND {plain}"
+            f" ORDER BY {end}, id LIMIT 1)"
         )
         archived = self._archived_from(table)
         first = self.spec.service().service
@@ -222,7 +222,7 @@ class WholeLog:
                 known += [EPOCH if one["id"] == 1 else one[end] for one in rows]
             days, complete = kept, found if known else empty
             if not known and live.service != first:
-                pruned = _PRUNED[source.vendor].format(described.relation)
+                pruned = _PRUNED[source.vendor].format(described.relation, plain)
                 with connect_plain(source.reading()) as connection:
                     days = min(1, kept) if connection.value(pruned) else kept
             if not known or live.service == first:
@@ -273,8 +273,7 @@ class WholeLog:
         """Return a copy of rows in the databases. If there are at most FEW rows, this
         process reads them without Spark, which would start a Python process for each
         task."""
-        few: list[pa.RecordBatch] = []
-        rows = 0
+        few, rows = list[pa.RecordBatch](), 0
         for live in self.live:
             condition = live.condition(where, day)
             for batch in _read_live(table, struct, iter([(live, condition)])):
