@@ -219,16 +219,9 @@ class DayFiles:
                     f"{full} has other columns than were written."
                 )
         info = self.files.get_file_info(full)
-        self._closed.append(
-            LakeFile(
-                path=path,
-                service=self.service,
-                day=key[0],
-                size=info.size,
-                rows=rows,
-                modified_ms=int(info.mtime.timestamp() * 1000) if info.mtime else 0,
-            )
-        )
+        at = int(info.mtime.timestamp() * 1000) if info.mtime else 0
+        file = LakeFile(path, self.service, key[0], info.size, rows, at)
+        self._closed.append(file)
 
 
 #: The columns that mostly have a different value in each row: dictionary encoding would

@@ -61,14 +61,12 @@ def _page() -> Template:
         trim_blocks=True,
     )
     environment.filters |= {
-        "number": number,
-        "duration": duration,
-        "pieces": _pieces,
+        "number": number, "duration": duration, "pieces": _pieces,
         "px": lambda pixels: f"{pixels:.1f}",
         "stamp": lambda instant: (
             f"{instant.astimezone(dt.timezone.utc):%d %b %H:%M}" if instant else "?"
         ),
-    }
+    }  # fmt: skip
     environment.globals["scales"] = _scales
     return environment.get_template("report.html")
 

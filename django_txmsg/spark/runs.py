@@ -115,17 +115,11 @@ class Run:
     def row(self, state: str, finished_at: dt.datetime | None = None) -> dict[str, Any]:
         """Return the record of this run, by column."""
         return {
-            "id": self.id,
-            "job": self.job,
-            "state": state,
-            "run_by": run_by(),
-            "options": json.dumps(self.options, default=str),
-            "rows": self.rows,
-            "counts": json.dumps(self.counts, default=str),
-            "error": self.error,
-            "started_at": self.started_at,
-            "finished_at": finished_at,
-        }
+            "id": self.id, "job": self.job, "state": state, "run_by": run_by(),
+            "options": json.dumps(self.options, default=str), "rows": self.rows,
+            "counts": json.dumps(self.counts, default=str), "error": self.error,
+            "started_at": self.started_at, "finished_at": finished_at,
+        }  # fmt: skip
 
     def results(self, lake: LakeSpec, service: str) -> Results:
         """Return a writer for the results of this run."""
@@ -185,12 +179,8 @@ def _begin(source: SourceSpec, run: Run, lake: str, request: uuid.UUID | None) -
             f"UPDATE {_RUNS} SET state = 'running', lake = %s, started_at = %s,"
             " finished_at = NULL WHERE id = %s AND service = %s AND job = %s"
             " AND state <> 'clean'",
-            lake,
-            run.started_at,
-            request,
-            source.service,
-            run.job,
-        )
+            lake, run.started_at, request, source.service, run.job,
+        )  # fmt: skip
     if not taken:
         raise UsageError(f"There is no open request {run.id} for a {run.job}.")
 

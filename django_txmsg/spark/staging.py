@@ -230,14 +230,8 @@ def ask_to_redeliver(
             return None
         numbers = sorted(number for number, _ in letters)
         sql, values = dead_letters.bulk_operation(
-            spec.vendor,
-            kind="redeliver",
-            filters={"ids": numbers},
-            service=spec.service,
-            total=len(numbers),
-            up_to=numbers[-1],
-            by=f"pipeline: {name}",
-            why=why,
-            rate=rate or None,
-        )
+            spec.vendor, kind="redeliver", filters={"ids": numbers}, rate=rate or None,
+            service=spec.service, total=len(numbers), up_to=numbers[-1],
+            by=f"pipeline: {name}", why=why,
+        )  # fmt: skip
         return int(connection.value(sql, *values))

@@ -24,14 +24,10 @@ MARKER = "_txmsg.json"
 
 #: The Delta library's name for an option of S3, and pyarrow's.
 _S3 = {
-    "access_key_id": "access_key",
-    "secret_access_key": "secret_key",
-    "session_token": "session_token",
-    "region": "region",
-    "default_region": "region",
-    "endpoint_url": "endpoint_override",
-    "endpoint": "endpoint_override",
-}
+    "access_key_id": "access_key", "secret_access_key": "secret_key",
+    "session_token": "session_token", "region": "region", "default_region": "region",
+    "endpoint_url": "endpoint_override", "endpoint": "endpoint_override",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

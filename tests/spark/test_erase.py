@@ -27,7 +27,7 @@ from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.sampling import sample
 from tests.spark.archives import LOCKS, archive, delta_rows, path_of
 from tests.spark.log import LONG_AGO, Log
-from tests.spark.running import outcome, run
+from tests.spark.running import end, outcome, run, start
 
 PERSON = "ann@example.org"
 SECRET = "a-secret-of-anns"
@@ -142,6 +142,39 @@ def add_undo(log: Log, request: uuid.UUID) -> None:
     )  # fmt: skip
 
 
+def test_erase_waits_for_a_relay_that_may_be_sending_an_erased_message(
+    log: Log,
+) -> None:
+    """Each of the messages has a state in which a relay may leave it."""
+    later, token = LONG_AGO.replace(year=9000), uuid.uuid4()
+    claimed, released, abandoned, waiting = ids = [uuid.uuid4() for _ in range(4)]
+    lease = {"dispatched_at": None, "lease_token": token}
+    log.send(
+        [{"message_id": claimed, **lease, "lease_until": later},
+         {"message_id": released, **lease, "lease_until": later},
+         {"message_id": abandoned, **lease, "lease_until": LONG_AGO},
+         {"message_id": waiting, "dispatched_at": None}]
+    )  # fmt: skip
+    words = [word for one in ids for word in ("--message-id", str(one))]
+    erase = start(JobSpec((log.spec,)), "erase", *words)
+    assert erase.stderr is not None
+    assert any(b"Waiting for a relay" in line for line in erase.stderr)
+    assert log.count() == 2
+    log.insert(
+        "django_txmsg_queuemessage",
+        [{"queue": "d", "headers": {wire.MESSAGE_ID: str(claimed)}, "deliveries": 0,
+          "body": SECRET.encode(), "enqueued_at": LONG_AGO, "available_at": LONG_AGO}],
+    )  # fmt: skip
+    for assign, one in (("dispatched_at = created_at, ", claimed), ("", released)):
+        log.execute(
+            f"UPDATE django_txmsg_outboxmessage SET {assign} lease_until = NULL,"
+            " lease_token = NULL WHERE message_id = %s",
+            one,
+        )
+    end(erase)
+    assert [log.count(), log.count("django_txmsg_queuemessage")] == [0, 0]
+
+
 def test_erase_leaves_a_sent_request_until_its_undo_need_not_wait(log: Log) -> None:
     """The undo of a foreign request is sent when the request has expired."""
     request, later = uuid.uuid4(), LONG_AGO.replace(year=9000)
@@ -179,6 +212,30 @@ def test_erase_leaves_the_record_of_work_that_an_open_run_may_undo(log: Log) -> 
         assert log.count("django_txmsg_inboxmessage") == 2
         log.execute("UPDATE django_txmsg_flowundo SET confirmed_at = created_at")
         assert sum(erase(dry_run=False).values()) == 3
+
+
+def test_erase_reports_the_rows_that_it_leaves_for_an_open_run(
+    spark: Any, log: Log
+) -> None:
+    request, other = uuid.uuid4(), uuid.uuid4()
+    for one in (request, other):
+        log.receive([{"message_id": one}])
+    add_undo(log, request)
+    words = ["erase", "--message-id", str(request), "--message-id", str(other)]
+    spec = JobSpec((log.spec,))
+    kept = {"django_txmsg_inboxmessage": 1}
+    [line] = [
+        f"  database: 1 rows of {name} stay, since an open run of a flow may need them:"
+        " erase again when it has ended."
+        for name in kept
+    ]
+
+    dry, done = outcome(spec, *words, "--dry-run"), outcome(spec, *words)
+    log.execute("UPDATE django_txmsg_flowundo SET confirmed_at = created_at")
+    again = outcome(spec, *words)
+
+    assert [one.facts["kept"] for one in (dry, done, again)] == [kept, kept, {}]
+    assert [line in one.lines for one in (dry, done, again)] == [True, True, False]
 
 
 def test_erasing_a_person_includes_the_files(

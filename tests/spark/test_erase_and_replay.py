@@ -19,6 +19,7 @@ from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs.follow import Follower
 from django_txmsg.spark.lock import Taken, alive, archiving, erasure, storing
 from django_txmsg.spark.runs import next_request, recorded
+from django_txmsg.spark.schemas import INBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
 from tests.spark.archives import archive
@@ -61,6 +62,26 @@ def test_a_message_is_not_erased_while_a_replay_is_about_to_store_it(
 
     assert pg_log.count() == 0
     assert pg_log.count("django_txmsg_stagedmessage") == 0
+
+
+def test_verify_reads_again_what_an_erasure_has_replaced(
+    spark: object, pg_log: Log, lake: LakeSpec
+) -> None:
+    message, relation = uuid.uuid4(), "django_txmsg_inboxmessage"
+    pg_log.receive([{"message_id": one} for one in (message, uuid.uuid4())])
+    archive(None, pg_log, lake, table=INBOX)
+    spec = JobSpec((pg_log.spec,), lake)
+    waiting = f"pg_locks WHERE NOT granted AND relation = '{relation}'::regclass"
+    with pg_log.connected() as connection, connection.transaction():
+        connection.execute(f"LOCK TABLE {relation}")
+        # It has read the file once, and compares its rows with those of the database.
+        verify = start(spec, "verify")
+        wait_until(lambda: pg_log.count(waiting) or verify.poll(), deadline=120)
+        # It has replaced and deleted the file, and goes on with the database.
+        erase = start(spec, "erase", "--message-id", str(message))
+        wait_until(lambda: pg_log.count(waiting) > 1 or erase.poll(), deadline=120)
+    end(erase)
+    end(verify)
 
 
 @everywhere

@@ -715,6 +715,27 @@ def test_what_a_reconciliation_has_found_is_replayed(
             run(spec, "replay", *words)
 
 
+def test_replay_of_dead_messages_names_the_way_for_those_dead_at_a_stage(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    message, hint = uuid.uuid4(), "redeliver its dead letter"
+    log.send([{"message_id": message}])
+    log.receive([{"message_id": message, "dead_at": LONG_AGO, "last_error": "no"}])
+    log.bury([{"message_id": message}])
+    spec = JobSpec((log.spec,), lake)
+    run(spec, "reconcile", "--grace", "0s")
+    replay = ("replay", "--verdict", "dead")
+
+    found = [
+        outcome(spec, *replay, *more)
+        for more in (("--dry-run",), (), ("--from", "dead_letters"), ("--as", "copy"))
+    ]
+
+    assert [one.counts["chosen"] for one in found] == [1, 1, 1, 1]
+    told = [hint in " ".join(one.lines) for one in found]
+    assert told == [True, True, False, False]
+
+
 @pytest.mark.parametrize(
     "words", [[], ["--verdict", "lost"], ["--from", "dead_letters", "--as", "copy"]]
 )

@@ -1008,6 +1008,44 @@ def test_a_dataset_becomes_messages_of_its_template(spark) -> None:
     }
 
 
+def test_a_header_without_a_value_is_left_out(spark) -> None:
+    rows = spark.createDataFrame([(1, None), (2, "x")], "id int, note string")
+
+    staged = outgoing.from_dataset(
+        rows, run="r", destination="d", template={}, key="{id}",
+        headers={"note": "{note}!", "id": "{id}"},
+    )  # fmt: skip
+
+    found = [json.loads(row.headers) for row in staged.orderBy("key").collect()]
+    assert found == [{"id": "1"}, {"note": "x!", "id": "2"}]
+
+
+@pytest.mark.parametrize("identity", ["at,naive", "at", ""])
+def test_instants_that_differ_in_microseconds_identify_rows(
+    spark, identity: str
+) -> None:
+    at = "timestamp '2026-01-01 12:00:00.{0}Z' at"
+    naive = "timestamp_ntz '2026-01-01 12:00:00.{0}' naive"
+
+    def ids(*fractions: str) -> list[str]:
+        rows = spark.sql(
+            " UNION ALL ".join(f"SELECT {at}, {naive}".format(f) for f in fractions)
+        )
+        staged = outgoing.from_dataset(
+            rows, run="r", destination="d", template={}, identity=identity
+        )
+        return [row.message_id for row in staged.collect()]
+
+    assert len({*ids("123", "123001", "123002")}) == 3
+    # As earlier releases derived it.
+    values = {"at": "2026-01-01T12:00:00.123Z", "naive": "2026-01-01T12:00:00.123"}
+    names = identity.split(",") if identity else [*values]
+    text = json.dumps({name: values[name] for name in names}, separators=(",", ":"))
+    number = "" if identity else "/1"
+    name = f"send/r/{text}{number}"
+    assert ids("123") == [str(uuid.uuid5(wire.NAMESPACE, name))]
+
+
 @pytest.mark.matrix
 def test_equal_rows_without_an_identity_are_messages_of_their_own(spark) -> None:
     rows = spark.createDataFrame([(1,), (1,), (2,)], "n int")

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import sys
+import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, reduce
+from itertools import count
 from typing import Any
 
 import pyarrow as pa
@@ -23,7 +26,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import types as t
 
 from ... import wire
-from ...rules import dead_letters, inbox, outbox
+from ...rules import NOT_LEASED, dead_letters, inbox, outbox
 from ..batchlog import BatchLog
 from ..connection import Connection, connect_plain
 from ..engine import gather
@@ -57,6 +60,7 @@ RELATIONS: dict[str, tuple[str, ...]] = {
 }
 _QUEUE, _INBOX = "django_txmsg_queuemessage", "django_txmsg_inboxmessage"
 _OUTBOX, _RUN = "django_txmsg_outboxmessage", "django_txmsg_run"
+_LETTER = "django_txmsg_deadletter"
 #: The responses to requests with an Idempotency-Key.
 RESPONSES = "django_txmsg_idempotencykey"
 _TAILS = "django_txmsg_keytail"
@@ -104,11 +108,12 @@ def messages_named(
 
 
 def erase_rows(
-    connection: Connection, relations: Sequence[str], ids: Sequence[str], *,
-    dry_run: bool,
+    connection: Connection, relations: Iterable[str], ids: Sequence[str], *,
+    dry_run: bool, conditions: Mapping[str, str] | None = None,
 ) -> dict[str, int]:  # fmt: skip
-    """Delete the rows of these messages from the given database tables. In a dry run,
-    only count them. Returns the number of rows by database table.
+    """Delete the rows of these messages from the given database tables, or those that
+    match other `conditions`. In a dry run, only count them. Returns the number of rows
+    by database table.
 
     For `RESPONSES`, `ids` are sessions: the stored responses to their requests are
     emptied. The idempotency keys stay, so no request is executed again."""
@@ -116,11 +121,25 @@ def erase_rows(
     for relation in relations:
         counts[relation] = 0
         for part in _slices(ids):
-            where = _where(connection, relation, part)
+            where = _where(connection, relation, part, conditions or _CONDITIONS)
             counts[relation] += _changed(connection, dry_run, relation, where)
             if relation == _INBOX and not dry_run:
-                _let_go(connection, _where(connection, "", part))
+                _let_go(connection, _where(connection, "", part, {}))
     return counts
+
+
+def withdraw(connection: Connection, ids: Sequence[str]) -> Counter[str]:
+    """Delete the messages that have not left the outbox. If a relay has claimed one, it
+    may be sending it: wait for the relay. Returns the number of deleted rows."""
+    deleted, erase = Counter[str](), partial(erase_rows, connection, [_OUTBOX], ids)
+    for tries in count():
+        deleted.update(erase(dry_run=False, conditions=_UNCLAIMED))
+        if not any(erase(dry_run=True, conditions=_PENDING).values()):
+            break
+        if not tries:
+            sys.stderr.write("Waiting for a relay that has claimed messages.\n")
+        time.sleep(0.2)
+    return deleted
 
 
 def erase_tails(connection: Connection, keys: Sequence[str], *, dry_run: bool) -> int:
@@ -170,19 +189,22 @@ def sessions_of(connection: Connection, ids: Sequence[str]) -> set[str]:
     for part in _slices(ids):
         rows = connection.rows(
             f"SELECT DISTINCT session_id FROM {_OUTBOX} WHERE"
-            f" {_where(connection, _OUTBOX, part)} AND session_id IS NOT NULL"
+            f" {_where(connection, '', part, {})} AND session_id IS NOT NULL"
         )
         found |= {str(uuid.UUID(str(row[0]))) for row in rows}
     return found
 
 
-def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
+def _where(
+    connection: Connection, relation: str, ids: Sequence[str],
+    conditions: Mapping[str, str],
+) -> str:  # fmt: skip
     # Literals of parsed ids, never of a user's text.
     texts = [str(uuid.UUID(one)) for one in ids]
     if connection.vendor == "sqlite" and relation != _QUEUE:
         texts = [one.replace("-", "") for one in texts]
     listed = ", ".join(f"'{one}'" for one in texts)
-    return _CONDITIONS.get(relation, _BY_ID).format(
+    return conditions.get(relation, _BY_ID).format(
         ids=listed, header=_header(connection, wire.MESSAGE_ID), ended=_ENDED,
         now=connection.now, own=f"{_ENDED} AND run_id IN ({listed})",
     )  # fmt: skip
@@ -197,12 +219,16 @@ def _header(connection: Connection, name: str) -> str:
 #: The ended runs of flows: an open run is needed until it ends.
 _ENDED = f"SELECT id FROM {_RUN} WHERE ended_at IS NOT NULL"
 _BY_ID = "message_id IN ({ids})"
-#: The condition for the rows that belong to messages, by default their message id.
+_PENDING = {_OUTBOX: f"{_BY_ID} AND {outbox.PENDING.sql()}"}
+_UNCLAIMED = {_OUTBOX: f"{_PENDING[_OUTBOX]} AND {NOT_LEASED.sql(now='{now}')}"}
+#: Of the tables with rows that an open run may need: the condition for all rows.
+_NEEDED = {_INBOX: _BY_ID, _LETTER: _BY_ID, _OUTBOX: _BY_ID, _RUN: "run_id IN ({ids})"}
+#: The condition for the rows to erase of messages, by default their message id.
 _CONDITIONS = {
     _QUEUE: "{header} IN ({ids})",
     # An open run cannot undo a request if the record of its work is gone.
     _INBOX: _BY_ID + " AND " + (~inbox.MAY_BE_UNDONE).sql(),
-    "django_txmsg_deadletter": _BY_ID + " AND " + (~dead_letters.MAY_BE_UNDONE).sql(),
+    _LETTER: _BY_ID + " AND " + (~dead_letters.MAY_BE_UNDONE).sql(),
     _OUTBOX: _BY_ID + " AND " + (~outbox.UNDO_WAITS).sql(cutoff="{now}"),
     RESPONSES: "session_id IN ({ids}) AND (body IS NOT NULL OR headers <> '[]')",
     "django_txmsg_flowstep": "run_id IN ({own})"
@@ -264,13 +290,9 @@ def _sessions_in(
 
 
 def _from_lake(
-    spark: SparkSession,
-    lake: Lake,
-    name: str,
-    service: str,
-    ids: Sequence[str],
+    spark: SparkSession, lake: Lake, name: str, service: str, ids: Sequence[str],
     dry_run: bool,
-) -> int:
+) -> int:  # fmt: skip
     """Rewrite the files that contain rows of these messages. Return the number of
     erased rows.
 
@@ -314,13 +336,9 @@ def _remove_unnamed(place: LakeTable, service: str) -> None:
 
 
 def _rewrite(
-    lake: LakeSpec,
-    name: str,
-    ids: Sequence[str],
-    dry_run: bool,
-    token: str,
+    lake: LakeSpec, name: str, ids: Sequence[str], dry_run: bool, token: str,
     files: Iterator[LakeFile],
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Search files for the messages, and rewrite the files that contain any. Yield
     the paths of these files, each with the facts of the new file, whose name begins
     with `token`. Executors run this function."""
@@ -358,7 +376,7 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
             "Which messages? Give --message-id, --key or --correlation-id. (An empty "
             "value selects no message. Is a variable of your shell unset?)"
         )
-    rows, archived = Counter[str](), Counter[str]()
+    rows, archived, kept = Counter[str](), Counter[str](), Counter[str]()
     with job_session(given) as spark, ExitStack() as stack:
         remove_left_copies()
         lake = None
@@ -391,6 +409,8 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
         sessions = sessions.union(*(sessions_of(one, ids) for one in databases))
         for one in databases:
             rows.update(erase_rows(one, [RESPONSES], sorted(sessions), dry_run=dry_run))
+            if not dry_run:
+                rows.update(withdraw(one, ids))
         for one in brokers:
             rows.update(erase_rows(one, [_QUEUE], ids, dry_run=dry_run))
         for name, relations in RELATIONS.items():
@@ -402,9 +422,12 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
                 rows.update(erase_rows(one, relations, ids, dry_run=dry_run))
         for one in databases:
             rows[_TAILS] += erase_tails(one, keys, dry_run=dry_run)
+            kept.update(erase_rows(one, _NEEDED, ids, dry_run=True, conditions=_NEEDED))
+    if dry_run:
+        kept -= rows
     run.rows = rows.total() + archived.total()
     run.counts = {"messages": len(ids), "database": rows, "lake": +archived}
-    run.facts |= run.counts
+    run.facts |= run.counts | {"kept": +kept}
     would = "would be " if dry_run else ""
     run.lines.append(f"{len(ids):,} messages are selected.")
     for where, counts in (("database", rows), ("lake", archived)):
@@ -413,3 +436,8 @@ def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
             for name, count in counts.items()
             if count
         ]
+    run.lines += [
+        f"  database: {count:,} rows of {name} stay, since an open run of a flow may "
+        "need them: erase again when it has ended."
+        for name, count in (+kept).items()
+    ]

@@ -97,6 +97,11 @@ def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
             run.lines.append(
                 f"Archived batches that have no checksum to compare with: {unproven:,}."
             )
+        if given.verdict == "dead" and given.mode == "same":
+            run.lines.append(
+                "A stage where a message is dead drops the replayed message: redeliver "
+                "its dead letter in that stage's service (--from dead_letters)."
+            )
         left = len(wanted) - run.facts["chosen"]
         if left > 0 and not given.dry_run:
             raise UsageError(

@@ -19,11 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyspark.sql.functions as sf
 from deltalake import DeltaTable
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql import types as t
 
 from ..engine import gather
-from ..errors import SpoiltFile
+from ..errors import SpoiltFile, from_spark
 from ..lake import Lake, LakeTable
 from ..lakefile import LakeFile, checksum, rows_of
 from ..runs import Run
@@ -142,7 +144,12 @@ def _look_for_doubles(
         (sf.min("live") != sf.max("live")).alias("alive"),
     )
     wrong = seen.where("archived > 1 OR alive").orderBy("id").limit(SHOWN)
-    for row in wrong.collect():
+    try:
+        found = wrong.collect()
+    except (PySparkException, Py4JError) as error:
+        done.problems.append(f"{place.name}: {from_spark(error)}")
+        return
+    for row in found:
         what = "is there twice" if row.archived > 1 else "is in the database, too"
         done.problems.append(
             f"{place.name}: row {row.id} of message {row.message_id} {what}."
@@ -188,14 +195,17 @@ def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
         for name in lake.names():
             table = TABLES.get(name)
             place = lake.table(name, table.lake_struct() if table else t.StructType())
-            delta = place.load()
-            if delta is None:
+            while (delta := place.load()) is not None:
+                named, done = place.named(delta, service), Verified()
+                intact = read_back(spark, lake.spec, name, named, delta, done)
+                if table is not None:
+                    _look_for_doubles(log, place, delta, intact, done)
+                    run.counts[name] = done.rows
+                # An erasure deletes the files that it has replaced: read the new ones.
+                if not done.problems or {*named} <= {*place.named(service=service)}:
+                    break
+            else:
                 continue
-            named, done = place.named(delta, service), Verified()
-            intact = read_back(spark, lake.spec, name, named, delta, done)
-            if table is not None:
-                _look_for_doubles(log, place, delta, intact, done)
-                run.counts[name] = done.rows
             run.rows += done.rows
             problems += done.problems
             if table and not done.problems:
