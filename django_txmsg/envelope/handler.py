@@ -223,7 +223,9 @@ def _resolved(handler: Callable[..., Any], parameter: inspect.Parameter) -> Any:
         function = getattr(type(function).__call__, "__func__", type(function).__call__)
     names = getattr(function, "__globals__", vars(sys.modules[handler.__module__]))
     try:
-        return eval(given, names)  # noqa: S307 - the annotation of the user's own code
+        given = eval(given, names)  # noqa: S307 - the annotation of the user's own code
+        # It is still a text if the annotation is written in quotes.
+        return eval(given, names) if isinstance(given, str) else given  # noqa: S307
     except Exception as error:
         if _named_message(given):
             return Message

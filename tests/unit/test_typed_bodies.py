@@ -522,6 +522,8 @@ FOR_TYPE_CHECKERS = """
 def of_the_message(message: Message) -> Missing: return message
 def of_a_body(order: Order, clock: Missing = None) -> Missing: return order
 def of_both(order: Order, message: Message) -> Missing: return order, message
+def in_quotes(order: "Order", message: "Message") -> Missing: return order, message
+def of_a_quoted_message(message: "Message") -> Missing: return message
 def of_a_missing_one(order: list[Missing]) -> None: ...
 def of_a_wrong_one(order: "Order" | None) -> None: ...
 class Shown(Flow[Order, int], name="typed.shown", within=None):
@@ -546,6 +548,9 @@ def test_names_for_type_checkers_need_not_exist(first_line: str) -> None:
     assert accepted(names["of_a_body"]) is Order
     assert bound(names["of_a_body"])(given) == "body"
     assert bound(names["of_both"])(given) == ("body", given)
+    assert accepted(names["in_quotes"]) is Order
+    assert bound(names["in_quotes"])(given) == ("body", given)
+    assert bound(names["of_a_quoted_message"])(given) is given
     with pytest.raises(ConfigurationError, match="'Missing' is not defined"):
         codecs.reader(accepted(names["of_a_missing_one"]))
     with pytest.raises(ConfigurationError, match="unsupported operand"):
