@@ -674,6 +674,30 @@ def test_stage_that_runs_without_a_lock_answers_its_cancelled_request(
     assert json.loads(again(run).answer) == "charged"
 
 
+def test_request_that_is_parked_at_an_unlocked_stage_is_not_executed_again() -> None:
+    charged: list[Order] = []
+
+    def charge(order: Order) -> Done:
+        charged.append(order)
+        raise ValueError("not now")
+
+    stages.unregister("acts.pay")
+    with at_hand(Charge), declared(charge, pay, name="acts.pay", transaction="none"):
+        with transaction.atomic():
+            run = start(Charge, Order(1))
+        ship()
+        take(stages.find(["acts.charge"])[0])
+        ship()
+        take(stages.find(["acts.pay"])[0])
+        rows = OutboxMessage.objects.filter(message_id=again(run).request_id)
+        rows.update(dispatched_at=None)  # its relay got no answer from the broker
+        assert cancel_message(rows.get().message_id)
+        drain()
+
+    assert json.loads(again(run).answer) == {"reason": "cancelled"}
+    assert len(charged) == 1
+
+
 @pytest.mark.parametrize("replay_id", ["again", "new/copies"])
 def test_cancel_of_a_replay_does_not_answer_the_first_request(replay_id: str) -> None:
     """The first request still waits in its queue: its stage is paused, for example."""

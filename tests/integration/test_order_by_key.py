@@ -355,6 +355,7 @@ def test_after_an_incomplete_renewal_no_message_overtakes_a_locked_one(
         lane.dispatch()
         lane.close()
         assert queued() == [0]
+        assert rows.get().lease_until is None
         operator.rollback()
     wait_until(lambda: ship() and len(queued()) == 3)
     assert queued() == [0, 1, 2]

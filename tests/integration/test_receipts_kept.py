@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import psycopg
@@ -16,9 +17,12 @@ from django.db.models.functions import Now
 
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.models import OutboxMessage
+from django_txmsg.models.outbox_claim import Claimed
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.lane import Lane
+from django_txmsg.relaying.limits import Turn
 from django_txmsg.relaying.relay import Relay
+from django_txmsg.relaying.settlement import Settlement
 from django_txmsg.runtime import database_health, notifications
 from django_txmsg.runtime.leases import Lease
 from django_txmsg.sending.outbox import send_messages
@@ -242,6 +246,33 @@ def test_a_renewal_does_not_lock_settled_rows() -> None:
             "SELECT 1 FROM django_txmsg_outboxmessage WHERE id = %s FOR UPDATE NOWAIT",
             [settled],
         )
+
+
+def test_rows_that_a_renewal_has_locked_still_belong_to_their_lane() -> None:
+    token, locked, back = uuid.uuid4(), threading.Event(), threading.Event()
+    rows = OutboxMessage.objects.claim(broker="default", token=token, lease=60, limit=9)
+
+    def renew() -> None:
+        with psycopg.connect(**connection.get_connection_params()) as other:
+            other.execute("SELECT 1 FROM django_txmsg_outboxmessage FOR UPDATE")
+            locked.set()
+            assert back.wait(30)
+
+    def still_held() -> list[Claimed]:
+        try:
+            return settlement.still_held(rows)
+        finally:
+            connections.close_all()
+
+    lapsed = Lease("default", 60, renew, since=time.monotonic() - 100)
+    stop = threading.Event()
+    settlement = Settlement("default", token, lapsed, Counter(), stop, Turn())
+    with lapsed, ThreadPoolExecutor() as pool:
+        assert locked.wait(30)
+        held = pool.submit(still_held)
+        wait([held], timeout=1.0)  # it waits for the renewal, and has not ended
+        back.set()
+        assert held.result() == rows
 
 
 def test_a_lane_that_hangs_ends_no_lease_of_another_lane() -> None:
