@@ -261,3 +261,37 @@ def test_a_new_service_has_lost_what_was_sent_before_its_first_message(
             run(JobSpec((archived.spec,), lake), "archive", "--older-than", "1h")
         facts = run(spec, *JUDGE, "--dry-run")
         assert facts["counts"] == {"ok": 2, "never_received": 1}
+
+
+def test_the_first_batch_may_have_no_row_that_shows_what_was_kept(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """The first message of `payments` came twice, and the first one of `shop` expires.
+    Each was archived alone."""
+    shop, payments = make_log("sqlite"), make_log("sqlite", "payments")
+    first, second, lost, recent, stranger = ids(5)
+    ages = {first: 40, second: 30, lost: 20, recent: 5}
+    stored = [
+        {"message_id": one, "created_at": NOW - age * DAY, "expires_at":
+         NOW - 39 * DAY if one == first else None} for one, age in ages.items()
+    ]  # fmt: skip
+    came = [
+        {"message_id": one, "first_received_at": NOW - age * DAY, "deliveries":
+         1 + (one == first)} for one, age in (ages | {stranger: 20}).items()
+        if one != lost
+    ]  # fmt: skip
+    for log, add, rows in (
+        (shop, shop.send, stored), (payments, payments.receive, came),
+    ):  # fmt: skip
+        for part in rows[:1], rows[1:]:
+            add(part)
+            run(JobSpec((log.spec,), lake), "archive", "--older-than", "10d")
+    kept = {"outbox": 7, "inbox": 14}
+
+    for logs in ((shop.spec, payments.spec), (payments.spec, shop.spec)):
+        facts = run(JobSpec(logs, lake, kept), *JUDGE)
+
+        assert facts["counts"] == {
+            "ok": 2, "redelivered_deduplicated": 1, "never_received": 1,
+            "unknown_sender": 1,
+        }  # fmt: skip

@@ -197,8 +197,8 @@ class WholeLog:
 
     def known_from(self, table: str) -> dict[str, dt.datetime]:
         """Return the instant from which each service's rows of a table are complete.
-        They are complete since the oldest ended row of the service's first batch in
-        this lake, or since the oldest ended row in the database, whichever is earlier.
+        They are complete since the oldest ended row of the service's first batch with
+        such a row in this lake, or of the database, whichever is earlier.
         If the latter is the first row of all, none is missing. The first service, and a
         service without such rows, has at least the rows of the retention. But if rows
         of the latter were deleted, its retention may be shorter: at most a day of it is
@@ -233,20 +233,21 @@ class WholeLog:
         return empty | found
 
     def _archived_from(self, table: str) -> dict[str, list[dt.datetime]]:
-        """Return when the oldest ended row of each service's first batch ended. If that
-        is the first row of all, none is missing."""
+        """Return when the oldest ended row ended, of each service's first batch that
+        has such a row. If that is the first row of all, none is missing."""
         end, ended = _ENDED[table]
-        first: dict[str, int] = {}
-        for one in (named := self.files_of(table)[1]):
-            lowest = one.batches[0] if one.batches else 1
-            first[one.service] = min(lowest, first.get(one.service, lowest))
-        named = [one for one in named if one.reaches(0, first[one.service])]
+        named = sorted(self.files_of(table)[1], key=lambda one: one.batches or (1, 1))
+        until, seen = dict[str, int](), Counter[str]()
+        for one in named:
+            if seen[one.service] < 1_000:  # A batch may have only a few rows.
+                until[one.service] = one.batches[0] if one.batches else 1
+            seen[one.service] += one.rows
+        named = [one for one in named if one.reaches(0, until[one.service])]
         if not named:
             return {}
-        columns = ("service", "id", end, "deliveries", "expires_at")
-        struct = TABLES[table].narrow(columns)
-        rows = self._archived(table, struct, named, until=first).where(ended)
-        first_row = sf.min(sf.struct(end, "id")).alias("row")
+        shape = TABLES[table].narrow(("service", "id", end, "deliveries", "expires_at"))
+        rows = self._archived(table, shape, named, until=until).where(ended)
+        first_row = sf.min(sf.struct("batch_id", end, "id")).alias("row")
         # Of several databases, the lake does not tell whose row it is.
         alone = Counter(live.service for live in self.live)
         firsts = rows.groupBy("service").agg(first_row).toArrow().to_pylist()
