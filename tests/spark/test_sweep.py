@@ -272,6 +272,25 @@ def test_an_archive_of_one_table_hides_no_damaged_file_of_another(
             sweep(log, lake)
 
 
+def test_a_table_that_another_run_changes_hides_no_other_one(
+    make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    tables = [path_of(lake).with_name(name) for name in ("counts", "subscriptions")]
+    for _ in range(2):
+        results = Results(lake, "shop", uuid.uuid4().hex, LONG_AGO)
+        for table in tables:
+            row = dict.fromkeys(EXPECTED.fieldNames())
+            results.save_rows(table.name, EXPECTED, [row])
+    # No entry with the next number can be added to the log.
+    (tables[0] / f"_delta_log/{DeltaTable(tables[0]).version() + 1:020}.json").mkdir()
+
+    with pytest.raises(Overtaken, match="/counts was changed by another process"):
+        sweep(log, lake)
+
+    assert [len(DeltaTable(table).file_uris()) for table in tables] == [2, 1]
+
+
 @pytest.mark.parametrize("same_rows", [False, True])
 def test_a_table_is_changed_beside_another_service_and_not_beside_the_same(
     lake: LakeSpec, same_rows: bool

@@ -15,7 +15,7 @@ from pyspark.sql import types as t
 
 from ..connection import connect_plain
 from ..errors import PipelineError, SpoiltFile, VerificationRefused, spoilt
-from ..lake import Lake, LakeTable, touched
+from ..lake import Lake, LakeTable, Overtaken, touched
 from ..lakefile import LakeFile
 from ..lock import Archiving, Taken, archiving, keeping
 from ..progress import progress_bar
@@ -120,8 +120,8 @@ def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> None:
                     step(place, service.service, given, done)
             except Taken:
                 continue  # `reconcile` uses them: the next run sweeps
-            except (Archiving, SpoiltFile, VerificationRefused) as error:
-                if fault is None or isinstance(fault, Archiving):
+            except (Archiving, Overtaken, SpoiltFile, VerificationRefused) as error:
+                if fault is None or isinstance(fault, Archiving | Overtaken):
                     fault = error  # a damaged file is more important
     bar.clear()
     run.rows = sum(one["orphans"] + one["replaced"] for one in run.counts.values())
