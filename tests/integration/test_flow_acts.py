@@ -35,6 +35,7 @@ from django_txmsg.models import (
     Run,
 )
 from django_txmsg.models.run import Outcome, WaitsFor
+from django_txmsg.rules.outbox import REDELIVERED
 from django_txmsg.sending import pending
 from django_txmsg.testing import drain
 from tests.docs.pages import ROOT
@@ -531,12 +532,16 @@ def test_first_message_of_a_started_run_cannot_be_cancelled() -> None:
     assert again(run).step == "approved"
 
 
-def test_run_gets_dead_if_its_request_is_cancelled() -> None:
+@pytest.mark.parametrize("replay_id", ["", f"{REDELIVERED}7-1"])
+def test_run_gets_dead_if_its_request_is_cancelled(replay_id: str) -> None:
+    """Also if its dead letter was redelivered, and waits to be sent again."""
     run = begin()
     ship()
     take(stages.find(["acts.trip"])[0])
     request_id = again(run).request_id
     assert request_id is not None
+    rows = OutboxMessage.objects.filter(message_id=request_id)
+    rows.update(replay_id=replay_id)
     with transaction.atomic():
         assert cancel_message(request_id)
         transaction.set_rollback(True)
