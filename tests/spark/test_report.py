@@ -37,13 +37,21 @@ def test_times_below_a_millisecond_are_written_and_drawn() -> None:
     assert heights == sorted(set(heights), reverse=True)
 
 
-#: Returns the height of each chart that is shown, and the sizes of its labels.
+#: Returns the height of each chart that is shown, the sizes of its labels, and the
+#: labels that are cut off at its edges.
 _SHOWN = """
 const size = (text) =>
   text.getScreenCTM().a * parseFloat(getComputedStyle(text).fontSize);
+const cut = (text) => {
+  const [inner, outer] = [text, text.ownerSVGElement].map(
+    (one) => one.getBoundingClientRect());
+  const hidden = getComputedStyle(text.ownerSVGElement).overflow !== "visible";
+  return hidden && (inner.right > outer.right || inner.left < outer.left);
+};
 return [...document.querySelectorAll("svg[viewBox]:not(.spark)")]
   .map((one) => [one.getBoundingClientRect().height,
-    [...one.querySelectorAll("text")].map(size)])
+    [...one.querySelectorAll("text")].map(size),
+    [...one.querySelectorAll("text")].filter(cut).map((text) => text.textContent)])
   .filter((one) => one[0] > 0);
 """
 
@@ -54,8 +62,9 @@ def test_charts_are_readable(tmp_path: Path, size: tuple[int, int]) -> None:
     absent = missing()
     if absent and os.environ.get("CI") != "true":
         pytest.skip(absent)
-    stored = [100.0 * (hour % 7) for hour in range(24)]
-    found = Findings(["shop"], DAY[0], NOW, hours=DAY, backlog=stored)
+    hours = [*DAY, NOW]  # the last one has a label, too
+    stored = [100.0 * (hour % 7) for hour in range(25)]
+    found = Findings(["shop"], DAY[0], NOW, hours=hours, backlog=stored)
     found.throughput = dict.fromkeys(("stored", "dispatched", "processed"), stored)
     found.critical = dict.fromkeys(("p50", "p95", "p99"), stored)
     page = tmp_path / "report.html"
@@ -68,5 +77,6 @@ def test_charts_are_readable(tmp_path: Path, size: tuple[int, int]) -> None:
         wide = seen.overflows()
 
     assert len(charts) == 3
-    assert all(height >= 180 and min(labels) >= 10 for height, labels in charts)
+    assert all(height >= 180 and min(labels) >= 10 for height, labels, _ in charts)
+    assert [cut for _, _, cut in charts] == [[], [], []]
     assert not wide
