@@ -19,7 +19,7 @@ from .. import rules
 from ..rules.outbox import PENDING, PENDING_OTHERWISE, is_again
 from ..wire import AFTER, format_instant
 from .claiming import UNLIMITED, bounds, claim_sql
-from .fields import Holds, SqlManager, no_wait_sql, read_instant
+from .fields import Holds, OneOf, SqlManager, no_wait_sql, read_instant
 
 
 class Claimed(NamedTuple):
@@ -275,7 +275,8 @@ class ClaimingManager(SqlManager):
         has locked: if this waited for one row, every lease of the process would end.
         Returns False if there was such a row, whose lease may therefore end."""
         extended = self.extend(ids, token, seconds)
-        rows = self.filter(Holds(PENDING_OTHERWISE), pk__in=ids, lease_token=token)
+        mine = OneOf("id", ids), Holds(PENDING_OTHERWISE)
+        rows = self.filter(*mine, lease_token=token)
         return len(extended) >= rows.count()
 
     def reschedule(self, pk: int, token: uuid.UUID, *, delay: float, error: str) -> int:

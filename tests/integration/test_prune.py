@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
 from django.db.models import Model
 from django.db.models.signals import post_delete
 from django.test.utils import CaptureQueriesContext
@@ -386,7 +386,7 @@ def sent_round_again_while_it_is_pruned() -> None:
 
     def in_a_thread() -> None:
         prune()
-        connection.close()
+        connections.close_all()
 
     thread = threading.Thread(target=in_a_thread)
     with transaction.atomic():
