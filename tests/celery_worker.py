@@ -4,6 +4,7 @@ database."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -48,6 +49,10 @@ def forget_connections() -> None:
     backend = vars(app._local).pop("backend", None)
     app._backend_cache = None
     if isinstance(backend, RedisBackend):
+        # A result that ends later would connect again, and nobody would close that.
+        for results in backend._pending_results:
+            results.clear()
+        gc.collect()
         backend.result_consumer.stop()
         backend.client.close()
         backend.client.connection_pool.disconnect()
