@@ -49,7 +49,7 @@ def forget_connections() -> None:
     backend = vars(app._local).pop("backend", None)
     app._backend_cache = None
     if isinstance(backend, RedisBackend):
-        # A result that ends later would connect again, and nobody would close that.
+        # A result that is deleted later would open a connection that nobody closes.
         for results in backend._pending_results:
             results.clear()
         gc.collect()

@@ -41,7 +41,7 @@ class Claimed(NamedTuple):
     #: Whether it has a key, but no place in the order of that key yet.
     unlinked: bool
     expired: bool
-    #: Whether its headers, which somebody has written by hand, are no JSON object.
+    #: Whether its headers are not a JSON object: somebody has written the row by hand.
     malformed: bool
     #: When it was stored, in the form of its header.
     created: str

@@ -290,7 +290,7 @@ class Lane:
         the error."""
         token, broker = settlement.token, self.broker_alias
         linked = partial(link, token=token, using=self.using, broker=broker)
-        # A trial waits once. Elsewhere, the lock may be that of a relay at work.
+        # A trial waits only once. Elsewhere, a relay at work may hold the lock.
         waited = wanted.trial and self.locked
         try:
             return linked(claimed, wait=KEY_WAIT if waited else LINK_WAIT)

@@ -138,6 +138,7 @@ def withdraw(connection: Connection, ids: Sequence[str]) -> Counter[str]:
             break
         if not tries:
             sys.stderr.write("Waiting for a relay that has claimed messages.\n")
+        # Nothing tells when a relay has settled a row: ask again.
         time.sleep(0.2)
     return deleted
 
